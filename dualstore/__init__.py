@@ -1,0 +1,47 @@
+"""dualstore: record a training run once, then ask exactly which training events drive a prediction.
+
+`record` writes a store while a model trains; `open` reads it. Only `record` needs torch, and imports it when first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from dualstore.errors import (
+    DamagedError,
+    DualstoreError,
+    DualstoreWarning,
+    InexactError,
+    QueryError,
+    RecordError,
+    StoreError,
+)
+from dualstore.result import Result
+from dualstore.store import Store
+from dualstore.store import open_store as open
+
+if TYPE_CHECKING:
+    from dualstore.capture import Recorder, record
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DamagedError",
+    "DualstoreError",
+    "DualstoreWarning",
+    "InexactError",
+    "QueryError",
+    "RecordError",
+    "Recorder",
+    "Result",
+    "Store",
+    "StoreError",
+    "open",
+    "record",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Recorder", "record"):
+        from dualstore import capture  # brings torch, over a second
+
+        return getattr(capture, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

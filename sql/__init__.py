@@ -1,0 +1,1 @@
+"""The SQL statements of dualstore, one a file; read with `dualstore.database.read_sql`."""
