@@ -1,0 +1,250 @@
+"""Writing a store: parts of all layers that cover the same steps, and the part of `steps/` that commits them.
+
+A flush closes the open part of every layer at a step's end, publishes them and then publishes the steps part of the
+same name. What has no steps part is not part of the store, so a crash loses at most the steps since the last flush.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from dualstore.part import Mark, PartWriter, sync_directory
+from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
+from dualstore.steps import STEPS_SCHEMA
+
+__all__ = ["SAMPLES_SCHEMA", "StoreWriter", "write_table", "write_whole"]
+
+Columns = Mapping[str, NDArray[Any]]
+
+FIRST_PART_BYTES = 64 << 20
+"""Size of the first parts, all layers together; it doubles with each flush up to LAYER_PART_BYTES a layer."""
+LAYER_PART_BYTES = 256 << 20
+
+BALLAST_BYTES = 4 << 20
+"""Disk space held back (and a quarter of it for each layer): freed when the disk is full, so that open parts can be closed."""
+
+SAMPLES_SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.int64(), nullable=False),
+        pa.field("task", pa.int32(), nullable=False),
+        pa.field("label", pa.int32(), nullable=False),
+        pa.field("payload", pa.binary(), nullable=False),
+        pa.field("mime", pa.string(), nullable=False),
+    ]
+)
+
+
+@dataclass
+class _Step:
+    """The step under way: how far each layer's part had come when it began, and the rows it has added since."""
+
+    marks: dict[int, Mark] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Flush:
+    """What is collected until the next flush."""
+
+    planned_steps: int = 0
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    taken: int = 0
+    patterns: dict[int, PartWriter] = field(default_factory=dict)
+    probes: dict[int, PartWriter] = field(default_factory=dict)
+    samples: list[pa.Table] = field(default_factory=list)
+
+
+class StoreWriter:
+    """Writes a new store at `root`, whose folder must exist. One writer, one thread at a time; syncing is behind it.
+
+    Memory held: the scalar columns of one row group a layer, and samples until the next flush. After an OSError the
+    store can still be flushed: it then ends with the last complete step.
+    """
+
+    def __init__(self, root: Path, info: StoreInfo, *, rank: int = 0, flush_s: float = 60.0) -> None:
+        self.root, self.info, self.rank = root, info, rank
+        self._flush_s = flush_s
+        self._flushed_at = time.monotonic()
+        self._sequence = 0
+        self._open, self._step = _Flush(), _Step()
+        self._publisher = ThreadPoolExecutor(1, "dualstore-publish")
+        self._publishing: Future[None] | None = None
+        self.last_step = -1
+        """The last step written whole."""
+        self.flushed_step = -1
+        """The last step that a flush has made part of the store."""
+        self._nonfinite = 0
+        self._ballast = root / ".ballast.tmp"
+        with open(self._ballast, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, BALLAST_BYTES + BALLAST_BYTES * len(info.layers) // 4)
+        self.save_info()
+
+    @property
+    def nonfinite_rows(self) -> int:
+        """Keys and errors with NaN or infinity written so far."""
+        return self._nonfinite + sum(part.nonfinite_rows for part in self._open.patterns.values())
+
+    def add_patterns(self, layer: Layer, rows: Columns, x: NDArray[Any], e: NDArray[Any]) -> None:
+        """Adds patterns of the step under way: sample_id, position, label and task of each, keys and errors.
+
+        Raises OSError where the disk is full; then nothing of the step is in the store.
+        """
+        number = layer.number
+        try:
+            part = self._open.patterns.get(number) or self._part(self._open.patterns, "patterns", layer, pattern_columns)
+            if number not in self._step.marks:
+                self._step.marks[number] = part.mark()
+            part.append({"step": np.full(len(x), self.last_step + 1, np.int32), **rows}, {"x": x, "e": e})
+            self._step.rows[number] = self._step.rows.get(number, 0) + len(x)
+        except BaseException:
+            self._drop_step()
+            raise
+
+    def drop_patterns(self, layer: Layer) -> None:
+        """Forgets the patterns that the step under way has added to a layer."""
+        mark = self._step.marks.pop(layer.number, None)
+        self._step.rows.pop(layer.number, None)
+        if mark is not None:
+            self._open.patterns[layer.number].rollback(mark)
+
+    def end_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Makes the added patterns one step; `groups` has its row of `steps/` for each parameter group."""
+        if not self._open.planned_steps:
+            self._open.planned_steps = self._plan()
+        counts = [self._step.rows.get(layer.number, 0) for layer in self.info.layers]
+        self.last_step += 1
+        self._open.steps += [{"step": self.last_step, "rows": counts, **group} for group in groups]
+        self._open.taken += 1
+        self._step = _Step()
+        late = time.monotonic() - self._flushed_at > self._flush_s
+        if self._open.taken >= self._open.planned_steps or late:
+            self.flush()
+
+    def write_probes(self, layer: Layer, rows: Columns, x: NDArray[Any], y: NDArray[Any]) -> None:
+        """Adds probes of one layer."""
+        self._part(self._open.probes, "probes", layer, probe_columns).append(rows, {"x": x, "y": y})
+
+    def write_samples(self, samples: pa.Table) -> None:
+        """Adds samples, columns as in SAMPLES_SCHEMA."""
+        self._open.samples.append(samples)
+
+    def write_weights(self, name: str, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Writes `weights/<name>.safetensors`."""
+        write_whole(self.root / "weights" / f"{name}.safetensors", save(dict(tensors)))
+
+    def save_info(self, **changes: Any) -> None:
+        """Writes `store.json` with some of its fields changed."""
+        self.info = replace(self.info, **changes)
+        write_whole(self.root / "store.json", self.info.to_json().encode())
+
+    def flush(self) -> None:
+        """Makes all whole steps part of the store; syncing goes on behind the next ones. Not while a step is under way."""
+        assert not self._step.rows
+        done, self._open = self._open, _Flush()
+        self._flushed_at = time.monotonic()
+        parts = [*done.patterns.values(), *done.probes.values()]
+        for part in [part for part in parts if not part.rows]:
+            parts.remove(part)
+            part.discard()
+        try:
+            for part in parts:
+                part.finish()
+            self.wait()
+        except BaseException:
+            for part in parts:
+                part.discard()
+            raise
+        self._nonfinite += sum(part.nonfinite_rows for part in done.patterns.values())
+        self._publishing = self._publisher.submit(self._publish, self._part_name(), parts, done, self.last_step)
+        self._sequence += 1
+
+    def wait(self) -> None:
+        """Waits until the last flush is on disk; raises what went wrong there."""
+        if self._publishing is not None:
+            publishing, self._publishing = self._publishing, None
+            publishing.result()
+
+    def close(self) -> None:
+        """Flushes and syncs; a step under way is dropped. The writer cannot be used afterwards, whether or not this raises."""
+        self._drop_step()
+        try:
+            self.flush()
+            self.wait()
+        finally:
+            self._ballast.unlink(missing_ok=True)
+            self._publisher.shutdown()
+            for part in [*self._open.patterns.values(), *self._open.probes.values()]:
+                part.discard()
+
+    def _plan(self) -> int:
+        """How many steps like the one under way the open parts are meant to hold."""
+        row_bytes = {layer.number: _row_bytes(pattern_columns(layer, self.info.dtype)) for layer in self.info.layers}
+        sizes = {number: rows * row_bytes[number] for number, rows in self._step.rows.items()}
+        if not sum(sizes.values()):
+            return 1 << 20
+        largest = max(sizes, key=lambda number: sizes[number])
+        total = FIRST_PART_BYTES << min(self._sequence, 32)
+        steps = max(1, min(total // sum(sizes.values()), LAYER_PART_BYTES // sizes[largest]))
+        rows, group = steps * self._step.rows[largest], self._open.patterns[largest].group_rows
+        whole = rows // group * group or rows
+        return -(-whole // self._step.rows[largest])
+
+    def _part(self, parts: dict[int, PartWriter], folder: str, layer: Layer, columns: Any) -> PartWriter:
+        if layer.number not in parts:
+            path = self.root / folder / f"layer={layer.number}" / self._part_name()
+            parts[layer.number] = PartWriter(path, columns(layer, self.info.dtype))
+        return parts[layer.number]
+
+    def _part_name(self) -> str:
+        return f"part-{self.rank}-{self._sequence:06d}.parquet"
+
+    def _drop_step(self) -> None:
+        for layer in self.info.layers:
+            self.drop_patterns(layer)
+        self._ballast.unlink(missing_ok=True)
+
+    def _publish(self, name: str, parts: Sequence[PartWriter], done: _Flush, last_step: int) -> None:
+        for part in parts:
+            part.publish()
+        if done.samples:
+            write_table(self.root / "samples" / name, pa.concat_tables(done.samples))
+        if done.steps:
+            # The steps part comes last: it is what makes the pattern parts of its name count.
+            write_table(self.root / "steps" / name, pa.Table.from_pylist(done.steps, STEPS_SCHEMA))
+        self.flushed_step = last_step
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a small file so that it appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Writes a table as one small Parquet file, whole or not at all."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_whole(path, sink.getvalue().to_pybytes())
+
+
+def _row_bytes(columns: Sequence[Column]) -> int:
+    return sum(column.row_bytes for column in columns)
