@@ -1,0 +1,261 @@
+"""Reading parts: vectors as Arrow arrays over the mapped files, without a copy where the file allows it.
+
+A column of a row group is mapped when footer and page header show one PLAIN, uncompressed page without nulls (what
+`part.PartWriter` writes); any other Parquet file of the same columns is decoded instead: same rows, slower.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dualstore import thrift
+from dualstore.errors import DamagedError
+from dualstore.schema import Column
+
+__all__ = ["Group", "Log", "Mapping", "Part"]
+
+_HEADER_BYTES = 1 << 16
+"""A page header longer than this is not mapped."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One row group of a part."""
+
+    part: "Part"
+    index: int
+    rows: int
+    first: int
+    """Number of the group's first row in its log."""
+
+    @property
+    def max_norm(self) -> float | None:
+        """A bound of the norms of the group's keys as the writer noted it; None where it is not known."""
+        norms = self.part.note.get("max_norm", {}).get("x", [])
+        return norms[self.index] if len(norms) == self.part.metadata.num_row_groups else None
+
+
+class Part:
+    """One Parquet file of a log, seen through its footer. Opening it reads nothing but the footer.
+
+    Raises DamagedError where the file is not Parquet or lacks a column.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+        self.path = path
+        self.columns = {column.name: column for column in columns}
+        try:
+            self.metadata = pq.read_metadata(path)
+            self.schema = self.metadata.schema.to_arrow_schema()
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(f"{path}: expected a Parquet file, found {_first_line(error)}; restore or delete it") from error
+        for column in columns:
+            self._check(column)
+
+    @cached_property
+    def note(self) -> dict[str, Any]:
+        """What the writer noted for readers; {} in foreign files."""
+        if self.metadata.created_by != "dualstore":
+            return {}  # a rewritten file may carry the note of the one it was made from
+        try:
+            note = json.loads((self.metadata.metadata or {})[b"dualstore"])
+        except (KeyError, ValueError):
+            return {}
+        return note if isinstance(note, dict) else {}
+
+    def _check(self, column: Column) -> None:
+        index = self.schema.get_field_index(column.name)
+        if index < 0:
+            raise DamagedError(f"{self.path}: expected a column {column.name!r}, found {self.schema.names}")
+        found = self.schema.field(index).type
+        scalar = found if column.width is None else getattr(found, "value_type", None)
+        fits = scalar == pa.from_numpy_dtype(np.dtype(column.dtype)) and (
+            not pa.types.is_fixed_size_list(found) or found.list_size == column.width
+        )
+        if not fits:
+            expected = column.dtype if column.width is None else f"lists of {column.width} {column.dtype}"
+            raise DamagedError(f"{self.path}: column {column.name!r}: expected {expected}, found {found}")
+
+    @cached_property
+    def leaves(self) -> dict[str, int]:
+        """Column name to leaf number in the file."""
+        row_group = self.metadata.schema
+        return {row_group.column(i).path.split(".")[0]: i for i in range(len(row_group))}
+
+
+class Mapping:
+    """The mapped bytes of one part and the arrays in them; arrays taken from it keep the mapping alive."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        try:
+            self._file = pa.memory_map(str(part.path))
+            self._bytes = self._file.read_buffer()
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(f"{part.path}: cannot be mapped: {_first_line(error)}") from error
+
+    def column(self, group: Group, name: str) -> pa.Array | None:
+        """The column of a row group as a zero-copy Arrow array; None where the file does not allow it."""
+        column = self.part.columns[name]
+        span = self._values(group, column)
+        if span is None:
+            return None
+        scalar = pa.from_numpy_dtype(np.dtype(column.dtype))
+        values = pa.Array.from_buffers(scalar, group.rows * column.row_width, [None, self._bytes.slice(*span)])
+        if column.width is None:
+            return values
+        return pa.FixedSizeListArray.from_arrays(values, column.width)
+
+    def array(self, group: Group, name: str) -> NDArray[Any]:
+        """The column of a row group as numpy sees it, (rows,) or (rows, width); decoded where it cannot be mapped."""
+        found = self.column(group, name)
+        if found is not None:
+            return _as_numpy(found, self.part.columns[name])
+        return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])
+
+    def blocks(self, group: Group, names: Sequence[str], rows: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        """Consecutive pieces of at most `rows` rows: (first row in the group, {column: array}).
+
+        Mapped columns are views of the file; decoded ones are held one piece at a time.
+        """
+        found = {name: self.column(group, name) for name in names}
+        if any(array is None for array in found.values()):
+            yield from self._decoded(group, names, rows)
+            return
+        arrays = {name: _as_numpy(array, self.part.columns[name]) for name, array in found.items()}
+        for start in range(0, group.rows, rows):
+            yield start, {name: array[start : start + rows] for name, array in arrays.items()}
+
+    def prefetch(self, group: Group, name: str) -> None:
+        """Asks the system to read the column of a row group soon."""
+        span = self._values(group, self.part.columns[name])
+        if span is not None:
+            descriptor = os.open(self.part.path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, span[0], span[1], os.POSIX_FADV_WILLNEED)
+            os.close(descriptor)
+
+    def _values(self, group: Group, column: Column) -> tuple[int, int] | None:
+        """(offset, size) of the column's values in the file; None unless they are one plain run of bytes."""
+        leaf = self.part.leaves[column.name]
+        chunk = self.part.metadata.row_group(group.index).column(leaf)
+        size = group.rows * column.row_bytes
+        plain = chunk.compression == "UNCOMPRESSED" and not chunk.has_dictionary_page
+        if not plain or (column.width is not None and not pa.types.is_fixed_size_list(self.part.schema.field(column.name).type)):
+            return None
+        start = chunk.data_page_offset
+        end = start + chunk.total_compressed_size
+        if not 4 <= start < end <= self._bytes.size - 8:
+            raise DamagedError(f"{self.part.path}: column {column.name!r} of row group {group.index} lies outside the file")
+        window = memoryview(self._bytes)[start : min(end, start + _HEADER_BYTES)]
+        levels = self.part.metadata.schema.column(leaf)
+        at = _page_values(window, end - start, chunk.num_values, levels.max_repetition_level, levels.max_definition_level)
+        if at is None or chunk.num_values != group.rows * column.row_width or end - start - at != size:
+            return None
+        return start + at, size
+
+    def _decoded(self, group: Group, names: Sequence[str], rows: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        start = 0
+        try:
+            with pq.ParquetFile(self.part.path) as file:
+                for batch in file.iter_batches(rows, row_groups=[group.index], columns=list(names)):
+                    yield start, {name: self._decode(batch.column(name), self.part.columns[name]) for name in names}
+                    start += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(f"{self.part.path}: row group {group.index}: {_first_line(error)}") from error
+        if start != group.rows:
+            raise DamagedError(f"{self.part.path}: row group {group.index}: expected {group.rows} rows, found {start}")
+
+    def _decode(self, array: pa.Array, column: Column) -> NDArray[Any]:
+        where = f"{self.part.path}: column {column.name!r}"
+        if array.null_count:
+            raise DamagedError(f"{where}: expected no nulls, found {array.null_count}")
+        if column.width is None:
+            return np.asarray(array.to_numpy(zero_copy_only=False))
+        values = array.flatten()
+        lengths = np.unique(array.value_lengths().to_numpy(zero_copy_only=False))
+        if values.null_count or lengths.tolist() != [column.width]:
+            raise DamagedError(f"{where}: expected {column.width} values in every row, found {lengths.tolist()} and {values.null_count} nulls")
+        return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(-1, column.width)
+
+
+class Log:
+    """The rows of several parts, in the order of their file names. Holds footers only."""
+
+    def __init__(self, paths: Sequence[Path], columns: Sequence[Column]) -> None:
+        self.columns = tuple(columns)
+        self.parts = [Part(path, columns) for path in paths]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in all parts."""
+        return sum(part.metadata.num_rows for part in self.parts)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """All row groups that hold rows, in order."""
+        groups, first = [], 0
+        for part in self.parts:
+            for index in range(part.metadata.num_row_groups):
+                rows = part.metadata.row_group(index).num_rows
+                if rows:
+                    groups.append(Group(part, index, rows, first))
+                first += rows
+        return groups
+
+    def chunks(self, rows: int) -> Iterator[list[Group]]:
+        """Runs of consecutive groups of one part, of about `rows` rows each."""
+        run: list[Group] = []
+        for group in self.groups:
+            if run and (run[0].part is not group.part or sum(g.rows for g in run) + group.rows > rows):
+                yield run
+                run = []
+            run.append(group)
+        if run:
+            yield run
+
+
+def _page_values(window: memoryview, size: int, count: int, repetition: int, definition: int) -> int | None:
+    """Offset of the values in a column chunk of `size` bytes whose only page is plain; None otherwise.
+
+    `window` is the start of the chunk, `count` the number of values (nulls included) that the page must hold.
+    """
+    decoder = thrift.Decoder(window)
+    try:
+        header = decoder.struct()
+        if header.get(2) != header.get(3) or decoder.at + header[3] != size:
+            return None
+        if header[1] == 0:
+            page = header[5]
+            at = decoder.at
+            for _ in range((repetition > 0) + (definition > 0)):
+                at += 4 + struct.unpack_from("<I", window, at)[0]
+        elif header[1] == 3:
+            page = header[8]
+            at = decoder.at + page[5] + page[6]
+        else:
+            return None
+        encoding = page[2] if header[1] == 0 else page[4]
+        return at if page[1] == count and encoding == 0 else None
+    except (IndexError, KeyError, struct.error):
+        return None
+
+
+def _as_numpy(array: pa.Array, column: Column) -> NDArray[Any]:
+    values = array if column.width is None else array.values
+    offset = values.offset
+    data = np.frombuffer(values.buffers()[1], dtype=column.dtype, count=offset + len(values))[offset:]
+    return data if column.width is None else data.reshape(-1, column.width)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
