@@ -1,0 +1,85 @@
+"""The one place that speaks to DuckDB: filters, groups, joins and free SQL over rows that others provide."""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from dualstore.errors import QueryError
+
+__all__ = ["Database"]
+
+
+class Database:
+    """An in-memory DuckDB connection. `python_enable_replacements` is off: SQL sees what was registered, nothing else."""
+
+    def __init__(self, *, budget_bytes: int | None = None, threads: int | None = None) -> None:
+        config: dict[str, Any] = {"python_enable_replacements": False}
+        if budget_bytes is not None:
+            config["memory_limit"] = f"{max(budget_bytes, 64 << 20) >> 20}MiB"
+        if threads is not None:
+            config["threads"] = threads
+        self._connection = duckdb.connect(config=config)
+
+    def register(self, name: str, rows: Any) -> None:
+        """Makes `rows`, an Arrow table or anything with `__arrow_c_stream__`, the relation `name`."""
+        self._connection.register(name, rows)
+
+    def view(self, name: str, statement: str, parameters: Mapping[str, Any]) -> None:
+        """Makes the statement of `dualstore/sql/<statement>.sql` the view `name`."""
+        self._connection.sql(read_sql(statement), params=dict(parameters)).create_view(name)
+
+    def run(self, text: str) -> pa.Table:
+        """The result of free SQL. Raises QueryError with DuckDB's first line."""
+        try:
+            found = self._connection.sql(text)
+            return pa.table({}) if found is None else found.to_arrow_table()
+        except duckdb.Error as error:
+            raise QueryError(f"SQL: {_reason(error)}; relations: {', '.join(self._relations())}") from error
+
+    def select(self, rows: pa.Table, where: str | None, expressions: str) -> pa.Table:
+        """`SELECT expressions FROM rows WHERE where`, in the order of `rows`."""
+        try:
+            relation = self._connection.from_arrow(rows)
+            if where is not None:
+                relation = relation.filter(where)
+            return relation.project(expressions).to_arrow_table()
+        except duckdb.Error as error:
+            raise QueryError(_explain(error, where, expressions, rows)) from error
+
+    def aggregate(self, rows: pa.Table, by: str, measures: str) -> pa.Table:
+        """`SELECT by, measures FROM rows GROUP BY by`, in no particular order."""
+        expressions = f"{by}, {measures}" if by else measures
+        try:
+            return self._connection.from_arrow(rows).aggregate(expressions).to_arrow_table()
+        except duckdb.Error as error:
+            raise QueryError(_explain(error, None, by, rows)) from error
+
+    def ordered(self, rows: pa.Table, order: str) -> pa.Table:
+        """`SELECT * FROM rows ORDER BY order`."""
+        return self._connection.from_arrow(rows).order(order).to_arrow_table()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
+
+    def _relations(self) -> Sequence[str]:
+        found = self._connection.execute("SELECT view_name FROM duckdb_views() WHERE NOT internal ORDER BY 1").fetchall()
+        return [name for (name,) in found]
+
+
+def read_sql(name: str) -> str:
+    """The statement in `dualstore/sql/<name>.sql`."""
+    return files("dualstore.sql").joinpath(f"{name}.sql").read_text()
+
+
+def _explain(error: duckdb.Error, where: str | None, expressions: str, rows: pa.Table) -> str:
+    asked = f"condition {where!r}" if where is not None else f"expression {expressions!r}"
+    columns = [name for name in rows.column_names if not name.startswith("_")]
+    return f"{asked}: {_reason(error)}; columns: {', '.join(columns)}"
+
+
+def _reason(error: duckdb.Error) -> str:
+    return (str(error).splitlines() or ["unknown error"])[0]

@@ -1,0 +1,118 @@
+"""What is known of a pattern besides its vectors, as the relation that filters and groups are written against."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Int64
+from numpy import ndarray
+
+from dualstore.log import Group, Log, Mapping
+from dualstore.steps import Steps
+
+__all__ = ["ROW_COLUMNS", "Labelling", "Selection", "Selector"]
+
+ROW_COLUMNS = ("step", "epoch", "sample_id", "position", "label", "task")
+"""Columns that `where` and group expressions may use."""
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """Turns the stored numbers into the row columns: adds the epoch, names the task."""
+
+    steps: Steps
+    tasks: tuple[str, ...]
+
+    def table(self, mapping: Mapping, groups: Sequence[Group]) -> pa.Table:
+        """The row columns of consecutive groups; all but epoch and task are views of the file."""
+        return pa.concat_tables([self.of_group(mapping, group) for group in groups])
+
+    def take(self, log: Log, rows: Int64[ndarray, " n"]) -> pa.Table:
+        """The row columns of the given row numbers, in their order."""
+        firsts = np.array([group.first for group in log.groups], np.int64)
+        owners = np.searchsorted(firsts, rows, side="right") - 1
+        pieces, places = [], []
+        for owner in np.unique(owners):
+            group = log.groups[owner]
+            mine = np.flatnonzero(owners == owner)
+            pieces.append(self.of_group(Mapping(group.part), group).take(pa.array(rows[mine] - group.first)))
+            places.append(mine)
+        if not pieces:
+            return self.empty()
+        return pa.concat_tables(pieces).take(pa.array(np.argsort(np.concatenate(places))))
+
+    def of_group(self, mapping: Mapping, group: Group) -> pa.Table:
+        """The row columns of one row group."""
+        names = ("step", "sample_id", "position", "label", "task")
+        step, sample_id, position, label, task = (mapping.array(group, name) for name in names)
+        return self._build(step, sample_id, position, label, task)
+
+    def _build(self, step: ndarray, sample_id: ndarray, position: ndarray, label: ndarray, task: ndarray) -> pa.Table:
+        missing = (task < 0) | (task >= len(self.tasks))
+        named = pa.DictionaryArray.from_arrays(pa.array(task, mask=missing), pa.array(self.tasks, pa.string()))
+        columns = [step, self.steps.epoch_of(step), sample_id, position, label]
+        return pa.table([pa.array(column) for column in columns] + [named], names=list(ROW_COLUMNS))
+
+    def empty(self) -> pa.Table:
+        """No rows."""
+        narrow, wide = np.zeros(0, np.int32), np.zeros(0, np.int64)
+        return self._build(narrow, wide, narrow, narrow, narrow)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of a run of groups take part, and to which group of the question each belongs."""
+
+    rows: Int64[ndarray, " n"] | None
+    """Ascending row numbers relative to the run's first row; None for all."""
+    codes: Int64[ndarray, " n"] | None
+    """Index into `Selector.values` for each selected row; None where nothing is grouped."""
+
+
+class Selector:
+    """Evaluates `where` and `per`, two SQL expressions over the row columns, for one run of groups after another.
+
+    Raises QueryError where an expression is wrong, before any row is read.
+    """
+
+    def __init__(self, labelling: Labelling, where: str | None, per: str | None) -> None:
+        self._labelling, self._where, self._per = labelling, where, per
+        self.values: list[Any] = [] if per else [None]
+        """The distinct values of `per` in order of appearance."""
+        self.value_type: pa.DataType = pa.null()
+        """Arrow type of `values`."""
+        self._codes: dict[Any, int] = {}
+        self._all = where is None and per is None
+        if not self._all:
+            from dualstore.database import Database  # DuckDB is slow to start; most questions do without
+
+            self._database = Database()
+            self._select(labelling.empty())
+
+    def __call__(self, mapping: Mapping, groups: Sequence[Group]) -> Selection:
+        """The selection of consecutive groups."""
+        if self._all:
+            return Selection(None, None)
+        found = self._select(self._labelling.table(mapping, groups))
+        rows = found.column("_row").to_numpy()
+        if self._per is None:
+            return Selection(rows, None)
+        encoded = found.column("_group").combine_chunks().dictionary_encode(null_encoding="encode")
+        codes = np.array([self._code(value) for value in encoded.dictionary.to_pylist()], np.int64)
+        return Selection(rows, codes[encoded.indices.to_numpy()])
+
+    def _select(self, table: pa.Table) -> pa.Table:
+        numbered = table.append_column("_row", pa.array(np.arange(table.num_rows)))
+        group = "" if self._per is None else f', ({self._per}) AS "_group"'
+        found = self._database.select(numbered, self._where, "_row" + group)
+        if self._per is not None:
+            self.value_type = found.schema.field("_group").type
+        return found
+
+    def _code(self, value: Any) -> int:
+        if value not in self._codes:
+            self._codes[value] = len(self.values)
+            self.values.append(value)
+        return self._codes[value]
