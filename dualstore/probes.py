@@ -1,0 +1,138 @@
+"""Queries: vectors that the caller gives, or the layer inputs recorded for a test example."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Bool, Float, Int64
+from numpy import ndarray
+from numpy.typing import ArrayLike
+
+from dualstore.errors import QueryError
+from dualstore.log import Group, Log, Mapping
+from dualstore.schema import Layer
+
+if TYPE_CHECKING:
+    from dualstore.store import Store
+
+__all__ = ["Queries", "ProbeRows", "find_queries"]
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Vectors to ask with, in the store's dtype, and how an answer names them."""
+
+    vectors: Float[ndarray, "m d"]
+    column: str | None
+    """Column that tells several queries apart: "test_id" or "query"; None for a single one."""
+    names: Int64[ndarray, " m"]
+    title: str
+    """What is asked, for the answer's title."""
+
+
+@dataclass(frozen=True)
+class ProbeRows:
+    """Which rows of a probe log count: of every (test_id, position) the one that was recorded last."""
+
+    log: Log
+    test_id: Int64[ndarray, " p"]
+    position: Int64[ndarray, " p"]
+    row: Int64[ndarray, " p"]
+    """Row number in the log; rows are sorted by test_id and position."""
+
+    @classmethod
+    def of(cls, log: Log) -> "ProbeRows":
+        """Reads ids only: 20 bytes a probe."""
+        test_id, position, step = (scalars(log, name) for name in ("test_id", "position", "step"))
+        order = np.lexsort((np.arange(len(test_id)), step, position, test_id))
+        last = np.ones(len(order), dtype=bool)
+        last[:-1] = (np.diff(test_id[order]) != 0) | (np.diff(position[order]) != 0)
+        rows = order[last]
+        return cls(log, test_id[rows], position[rows], rows)
+
+    def select(self, kept: Bool[ndarray, " p"]) -> "ProbeRows":
+        """Some of the probes."""
+        return ProbeRows(self.log, self.test_id[kept], self.position[kept], self.row[kept])
+
+    def scalars(self, name: str) -> ndarray:
+        """A scalar column of these probes."""
+        return scalars(self.log, name)[self.row]
+
+    def vectors(self, name: str, start: int = 0, stop: int | None = None) -> Float[ndarray, "p d"]:
+        """x or y of these probes, or of a range of them."""
+        rows = self.row[start:stop]
+        column = next(column for column in self.log.columns if column.name == name)
+        out = np.empty((len(rows), column.row_width), column.dtype)
+        for group in self.log.groups:
+            mine = np.flatnonzero((rows >= group.first) & (rows < group.first + group.rows))
+            if len(mine):
+                out[mine] = _group_array(group, name)[rows[mine] - group.first]
+        return out
+
+
+def find_queries(
+    store: "Store", layer: Layer, x: ArrayLike | None, test_id: int | Sequence[int] | None, position: int | None
+) -> Queries:
+    """The queries of one question. Raises QueryError where they are not there or do not fit the layer."""
+    if (x is None) == (test_id is None):
+        raise QueryError("query: expected either a vector x or a test_id, found " + ("neither" if x is None else "both"))
+    if x is not None:
+        return _given(store, layer, x)
+    single = np.ndim(test_id) == 0
+    ids = np.atleast_1d(np.asarray(test_id))
+    if ids.dtype.kind not in "iu" or not len(ids):
+        raise QueryError(f"test_id: expected whole numbers, found {test_id!r}")
+    rows = ProbeRows.of(store.probes(layer))
+    places = [_place(store, layer, rows, int(wanted), position) for wanted in ids]
+    vectors = np.concatenate([rows.vectors("x", place, place + 1) for place in places])
+    _check_finite(vectors, f"the recorded probe of layer {layer.name!r}")
+    shown = f"test {ids[0]}" if single else f"{len(ids)} tests"
+    return Queries(vectors, None if single else "test_id", ids.astype(np.int64), f"{shown}, layer {layer.number} ({layer.name})")
+
+
+def _place(store: "Store", layer: Layer, rows: ProbeRows, test_id: int, position: int | None) -> int:
+    first, end = np.searchsorted(rows.test_id, [test_id, test_id + 1])
+    if first == end:
+        known = f"{len(np.unique(rows.test_id))} are, {rows.test_id[0]} to {rows.test_id[-1]}" if len(rows.test_id) else "none is"
+        raise QueryError(f"{store.path}: test id {test_id} was not recorded as a probe of layer {layer.number}; {known}")
+    if position is None:
+        return int(end) - 1
+    found = np.flatnonzero(rows.position[first:end] == position)
+    if not len(found):
+        known = f"{rows.position[first]} to {rows.position[end - 1]}"
+        raise QueryError(f"{store.path}: test id {test_id} has no position {position} at layer {layer.number}; it has {known}")
+    return int(first + found[0])
+
+
+def _given(store: "Store", layer: Layer, x: ArrayLike) -> Queries:
+    where = f"query for layer {layer.number} ({layer.name})"
+    try:
+        vectors = np.atleast_2d(np.asarray(x, dtype=np.float64))
+    except (ValueError, TypeError) as error:
+        raise QueryError(f"{where}: expected numbers, found {error}") from error
+    if vectors.ndim != 2 or not len(vectors) or vectors.shape[1] != layer.d_in:
+        raise QueryError(f"{where}: expected {layer.d_in} values, or rows of them, found shape {np.shape(x)}")
+    _check_finite(vectors, where)
+    with np.errstate(over="ignore"):
+        cast = vectors.astype(store.info_file.dtype)
+    if not np.isfinite(cast).all():
+        raise QueryError(f"{where}: expected values within {store.info_file.dtype}, found up to {np.abs(vectors).max():.6g}")
+    column = None if np.ndim(x) == 1 else "query"
+    shown = "a vector" if column is None else f"{len(cast)} vectors"
+    return Queries(cast, column, np.arange(len(cast)), f"{shown}, layer {layer.number} ({layer.name})")
+
+
+def _check_finite(vectors: ndarray, where: str) -> None:
+    if not np.isfinite(vectors).all():
+        raise QueryError(f"{where}: expected finite numbers, found NaN or infinity")
+
+
+def scalars(log: Log, name: str) -> ndarray:
+    """A scalar column of a whole log; for probes, whose number does not grow with training."""
+    found = [_group_array(group, name) for group in log.groups]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _group_array(group: Group, name: str) -> ndarray:
+    return Mapping(group.part).array(group, name)

@@ -1,0 +1,51 @@
+"""The patterns with the largest or smallest alpha, as an answer."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from dualstore.errors import QueryError
+from dualstore.probes import Queries
+from dualstore.result import Result
+from dualstore.rows import ROW_COLUMNS, Selector
+from dualstore.scan import top_k
+from dualstore.schema import Layer
+
+if TYPE_CHECKING:
+    from dualstore.store import Store
+
+__all__ = ["rank_patterns"]
+
+
+def rank_patterns(
+    store: "Store", layer: Layer, queries: Queries, *, top: int, bottom: bool, where: str | None, per: str | None
+) -> Result:
+    """See `Store.query`."""
+    if isinstance(top, bool) or not isinstance(top, int | np.integer) or top < 1:
+        raise QueryError(f"top: expected a whole number of at least 1, found {top!r}")
+    select = Selector(store.labelling, where, per)
+    log = store.patterns(layer)
+    ranking = top_k(log, queries.vectors, int(top), select, largest=not bottom, options=store.options)
+    rows = store.labelling.take(log, ranking.row)
+    columns: dict[str, Any] = {}
+    if queries.column is not None:
+        columns[queries.column] = queries.names[ranking.query]
+    if per is not None and per.strip() not in ROW_COLUMNS:
+        columns["group"] = pa.array([select.values[code] for code in ranking.code], select.value_type)
+    columns |= {"rank": ranking.rank, "alpha": ranking.alpha}
+    columns |= {name: rows.column(name) for name in ROW_COLUMNS}
+    if "task" in columns:
+        columns["task"] = rows.column("task").cast(pa.string())
+    table = _by_group(pa.table(columns), queries, ranking.query, per, select.values, ranking.code)
+    shown = f"{'bottom' if bottom else 'top'} {top}" + (f" per {per}" if per else "") + (f" where {where}" if where else "")
+    return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}")
+
+
+def _by_group(table: pa.Table, queries: Queries, query: Any, per: str | None, values: list[Any], codes: Any) -> pa.Table:
+    """Groups in the order of their values, NULL last; `top_k` numbers them as they appear."""
+    if per is None:
+        return table
+    place = {code: rank for rank, code in enumerate(sorted(range(len(values)), key=lambda c: (values[c] is None, values[c])))}
+    order = np.lexsort((np.arange(len(codes)), [place[code] for code in codes], query))
+    return table.take(pa.array(order))

@@ -1,0 +1,73 @@
+"""Free SQL over the whole store: patterns, steps, samples, probes, and the attention of a chosen query."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from numpy import ndarray
+
+from dualstore.result import Result
+from dualstore.rows import Selector
+from dualstore.schema import Layer
+from dualstore.totals import attention
+
+if TYPE_CHECKING:
+    from dualstore.store import Store
+
+__all__ = ["run_sql"]
+
+
+class _Attention:
+    """The relation `attention`: computed anew whenever DuckDB reads it, a piece at a time."""
+
+    def __init__(self, store: "Store", layer: Layer, query: ndarray) -> None:
+        self._store, self._layer, self._query = store, layer, query
+        self._schema = store.labelling.empty().append_column("alpha", pa.array([], pa.float64())).schema
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        reader = pa.RecordBatchReader.from_batches(self._schema, self._batches())
+        return reader.__arrow_c_stream__(requested_schema)
+
+    def _batches(self) -> Iterable[pa.RecordBatch]:
+        select = Selector(self._store.labelling, None, None)
+        for table in attention(self._store, self._layer, self._query, select):
+            yield from table.cast(self._schema).to_batches()
+
+
+def run_sql(store: "Store", text: str, layer: Layer | None, query: ndarray | None) -> Result:
+    """See `Store.sql`."""
+    from dualstore.database import Database  # DuckDB is slow to start
+
+    database = Database(budget_bytes=store.options.budget_bytes, threads=store.options.threads)
+    names = store.info_file.tasks
+    database.register("tasks", pa.table({"task": pa.array(range(len(names)), pa.int32()), "name": pa.array(names, pa.string())}))
+    database.register("epochs", store.steps.epochs)
+    database.register("steps", store.steps.table)
+    for folder, empty in _EMPTY.items():
+        paths = store.part_paths(folder)
+        if paths:
+            database.view(folder, folder, {"files": [_literal(path) for path in paths]})
+        else:
+            database.register(folder, empty.empty_table())
+    if layer is not None and query is not None:
+        database.register("attention", _Attention(store, layer, query))
+    return Result(database.run(text), "sql")
+
+
+def _literal(path: Path) -> str:
+    """The path as a pattern that matches itself alone."""
+    return re.sub(r"[\[*?]", r"[\g<0>]", str(path))
+
+
+_ROW = [("step", pa.int32()), ("epoch", pa.int32()), ("sample_id", pa.int64()), ("position", pa.int32())]
+_NAMED = [("label", pa.int32()), ("task", pa.string())]
+_PROBE = [("layer", pa.int32()), ("test_id", pa.int64()), ("position", pa.int32()), ("step", pa.int32())]
+_VECTOR = pa.list_(pa.float32())
+_EMPTY = {
+    "patterns": pa.schema([("layer", pa.int32()), *_ROW, *_NAMED, ("x", _VECTOR), ("e", _VECTOR)]),
+    "probes": pa.schema([*_PROBE, *_NAMED, ("predicted", pa.int32()), ("x", _VECTOR), ("y", _VECTOR)]),
+    "samples": pa.schema([("sample_id", pa.int64()), *reversed(_NAMED), ("payload", pa.binary()), ("mime", pa.string())]),
+}
+"""What stands for a relation whose folder holds no part yet."""

@@ -1,0 +1,80 @@
+"""An answer: an Arrow table that shows itself in a terminal or a notebook and turns into what the user works with."""
+
+import html
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    import polars
+
+__all__ = ["Result", "format_value"]
+
+_SHOWN_ROWS = 100
+
+
+class Result:
+    """Rows of an answer, in order. `title` says what was asked."""
+
+    def __init__(self, table: pa.Table, title: str) -> None:
+        self.table = table
+        self.title = title
+
+    @property
+    def columns(self) -> list[str]:
+        """Column names."""
+        return list(self.table.column_names)
+
+    def to_arrow(self) -> pa.Table:
+        """The answer as an Arrow table."""
+        return self.table
+
+    def to_polars(self) -> "polars.DataFrame":
+        """The answer as a Polars data frame."""
+        import polars  # slow to start; a command-line query does without it
+
+        return polars.DataFrame(self.table)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """One flat dict a row."""
+        rows: list[dict[str, Any]] = self.table.to_pylist()
+        return rows
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.to_dicts())
+
+    def __repr__(self) -> str:
+        rows = [[format_value(value) for value in row.values()] for row in self.table.slice(0, _SHOWN_ROWS).to_pylist()]
+        widths = [max(map(len, column)) for column in zip(self.columns, *rows, strict=True)]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in [self.columns, *rows]]
+        return "\n".join([self.title, *lines, *self._omitted()])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
+        rows = (
+            "<tr>" + "".join(f"<td>{html.escape(format_value(value))}</td>" for value in row.values()) + "</tr>"
+            for row in self.table.slice(0, _SHOWN_ROWS).to_pylist()
+        )
+        caption = html.escape(" ".join([self.title, *self._omitted()]))
+        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+    def _omitted(self) -> list[str]:
+        left = len(self) - _SHOWN_ROWS
+        return [f"… and {left} more rows"] if left > 0 else []
+
+
+def format_value(value: Any) -> str:
+    """A cell as a person reads it: six significant digits, nothing for null, the size of long bytes."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, bytes) and len(value) > 32:
+        return f"{len(value)} bytes"
+    if isinstance(value, list) and len(value) > 8:
+        return f"[{', '.join(map(format_value, value[:3]))}, … {len(value)} values]"
+    return str(value)

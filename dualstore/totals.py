@@ -1,0 +1,172 @@
+"""Sums of alpha over groups, and the paper's vote: the label with the largest sum."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float64, Int32
+from numpy import ndarray
+
+from dualstore.kernels import dots64, exact_dots
+from dualstore.probes import ProbeRows, Queries
+from dualstore.result import Result
+from dualstore.rows import Selector
+from dualstore.scan import RUN_ROWS, pieces
+from dualstore.schema import Layer
+
+if TYPE_CHECKING:
+    from dualstore.store import Store
+
+__all__ = ["attention", "count_votes", "sum_groups"]
+
+
+def attention(store: "Store", layer: Layer, query: ndarray, select: Selector) -> Iterator[pa.Table]:
+    """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log.
+
+    alpha is `exact_dots`: the same bits as in a ranking.
+    """
+    block_rows = max(64, store.options.budget_bytes // 8 // query.nbytes)
+    for piece in pieces(store.patterns(layer), select, block_rows):
+        rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
+        yield rows.append_column("alpha", pa.array(exact_dots(piece.selected_keys(slice(None)), query)))
+
+
+def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where: str | None, absolute: bool) -> Result:
+    """See `Store.totals`."""
+    from dualstore.database import Database  # DuckDB is slow to start
+
+    select = Selector(store.labelling, where, None)
+    name = queries.column or ""
+    keys = ", ".join(part for part in (name, by) if part)
+    summed = "abs(alpha)" if absolute else "alpha"
+    database = Database(threads=store.options.threads)
+    sums = _Sums(database, keys, f"coalesce(fsum({summed}), 0) AS total, count(*) AS count")
+    sums.add(_named(store.labelling.empty().append_column("alpha", pa.array([], pa.float64())), name, 0))
+    for vector, number in zip(queries.vectors, queries.names, strict=True):
+        for rows in attention(store, layer, vector, select):
+            sums.add(_named(rows, name, number))
+    total = "|alpha|" if absolute else "alpha"
+    shown = f"sum of {total}" + (f" by {by}" if by else "") + (f" where {where}" if where else "")
+    return Result(sums.result(name), f"{shown}: {queries.title}")
+
+
+def _named(rows: pa.Table, name: str, number: Any) -> pa.Table:
+    return rows.append_column(name, pa.array(np.full(rows.num_rows, number, np.int64))) if name else rows
+
+
+class _Sums:
+    """Group sums of rows that arrive in pieces; holds one run of rows and one row a group."""
+
+    def __init__(self, database: Any, by: str, measures: str) -> None:
+        self._database, self._by, self._measures = database, by, measures
+        self._rows: list[pa.Table] = []
+        self._sums: list[pa.Table] = []
+
+    def add(self, rows: pa.Table) -> None:
+        """Adds rows. The first call checks the expressions."""
+        self._rows.append(rows)
+        if not self._sums or sum(table.num_rows for table in self._rows) >= RUN_ROWS:
+            self._sums.append(self._database.aggregate(pa.concat_tables(self._rows), self._by, self._measures))
+            self._rows = []
+            self._sums = [self._merged()] if len(self._sums) > 16 else self._sums
+
+    def result(self, first: str) -> pa.Table:
+        """Group columns, total, count: ordered by the column `first` if there is one, total downwards, groups."""
+        if self._rows:
+            self._sums.append(self._database.aggregate(pa.concat_tables(self._rows), self._by, self._measures))
+        groups = self._groups()
+        order = [group for group in groups if group == _quoted(first)]
+        order += ["total DESC", *(group for group in groups if group != _quoted(first))]
+        return self._database.ordered(self._merged(), ", ".join(order))
+
+    def _merged(self) -> pa.Table:
+        measures = "coalesce(fsum(total), 0) AS total, CAST(sum(count) AS BIGINT) AS count"
+        return self._database.aggregate(pa.concat_tables(self._sums), ", ".join(self._groups()), measures)
+
+    def _groups(self) -> list[str]:
+        return [_quoted(name) for name in self._sums[0].column_names[:-2]]
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def count_votes(store: "Store", layers: Sequence[Layer], *, where: str | None) -> Result:
+    """See `Store.votes`."""
+    found: list[dict[str, Any]] = []
+    for layer in layers:
+        probes = ProbeRows.of(store.probes(layer))
+        probes = probes.select((probes.scalars("label") >= 0) & (probes.scalars("predicted") >= 0))
+        votes = _votes(store, layer, probes, Selector(store.labelling, where, None))
+        labels, predicted = probes.scalars("label"), probes.scalars("predicted")
+        for name, chosen in (("right", predicted == labels), ("wrong", predicted != labels)):
+            shares = [_share(votes[chosen] == truth[chosen]) for truth in (labels, predicted)]
+            counts = {"layer": layer.number, "prediction": name, "probes": int(chosen.sum())}
+            found.append(counts | {"target_accuracy": shares[0], "output_accuracy": shares[1]})
+    kinds = [pa.int32(), pa.string(), pa.int64(), pa.float64(), pa.float64()]
+    names = ["layer", "prediction", "probes", "target_accuracy", "output_accuracy"]
+    schema = pa.schema(list(zip(names, kinds, strict=True)))
+    return Result(pa.Table.from_pylist(found, schema), "votes" + (f" where {where}" if where else ""))
+
+
+def _share(hits: ndarray) -> float | None:
+    return float(hits.mean()) if len(hits) else None
+
+
+def _votes(store: "Store", layer: Layer, probes: ProbeRows, select: Selector) -> Int32[ndarray, " p"]:
+    """The vote of each probe; -1 where no pattern has a label."""
+    each = max(1, store.options.budget_bytes // 4 // (layer.d_in * 8))
+    votes = []
+    for start in range(0, len(probes.row), each):
+        vectors = probes.vectors("x", start, start + each).astype(np.float64)
+        if layer.number == 0:
+            labels, totals = _absolute_totals(store, layer, vectors, select)
+        else:
+            labels, totals = _signed_totals(store, layer, vectors, select)
+        votes.append(labels[totals.argmax(1)] if len(labels) else np.full(len(vectors), -1, np.int32))
+    return np.concatenate([np.zeros(0, np.int32), *votes])
+
+
+def _signed_totals(store: "Store", layer: Layer, vectors: Float64[ndarray, "p d"], select: Selector) -> tuple[ndarray, ndarray]:
+    """Labels and, for each probe, their totals: products with the sum of the label's keys."""
+    sums = _LabelSums(layer.d_in)
+    for piece in pieces(store.patterns(layer), select, 4096):
+        labels = piece.mapping.array(piece.group, "label")[piece.local]
+        sums.add(labels, piece.selected_keys(slice(None)).astype(np.float64))
+    labels, totals = sums.result()
+    return labels, vectors @ totals.T
+
+
+def _absolute_totals(store: "Store", layer: Layer, vectors: Float64[ndarray, "p d"], select: Selector) -> tuple[ndarray, ndarray]:
+    """Labels and, for each probe, the sums of |alpha| over their patterns."""
+    sums = _LabelSums(len(vectors))
+    block_rows = max(64, store.options.budget_bytes // 4 // (8 * len(vectors)) // 64 * 64)
+    with ThreadPoolExecutor(store.options.threads) as pool:
+        for piece in pieces(store.patterns(layer), select, block_rows):
+            labels = piece.mapping.array(piece.group, "label")[piece.local]
+            alphas = dots64(piece.selected_keys(slice(None)), vectors, pool, store.options.threads)
+            sums.add(labels, np.abs(alphas, out=alphas))
+    labels, totals = sums.result()
+    return labels, totals.T
+
+
+class _LabelSums:
+    """Sums of float64 rows for each label that appears; rows without a label (-1) are left out."""
+
+    def __init__(self, width: int) -> None:
+        self._sums: dict[int, Float64[ndarray, " w"]] = {}
+        self._width = width
+
+    def add(self, labels: Int32[ndarray, " n"], rows: Float64[ndarray, "n w"]) -> None:
+        found = np.unique(labels[labels >= 0])
+        sums = (labels == found[:, None]).astype(np.float64) @ rows  # (labels, w)
+        for label, total in zip(found.tolist(), sums, strict=True):
+            self._sums[label] = self._sums[label] + total if label in self._sums else total
+
+    def result(self) -> tuple[Int32[ndarray, " l"], Float64[ndarray, "l w"]]:
+        """Labels, ascending, and their sums."""
+        labels = sorted(self._sums)
+        sums = np.array([self._sums[label] for label in labels]).reshape(len(labels), self._width)
+        return np.array(labels, np.int32), sums
