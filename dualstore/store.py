@@ -1,0 +1,206 @@
+"""A store opened for reading: the one object that answers questions."""
+
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dualstore.errors import DualstoreWarning, QueryError, StoreError
+from dualstore.log import Log
+from dualstore.probes import find_queries
+from dualstore.ranking import rank_patterns
+from dualstore.relations import run_sql
+from dualstore.result import Result
+from dualstore.rows import Labelling
+from dualstore.scan import Options
+from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
+from dualstore.steps import Steps
+from dualstore.summary import describe
+from dualstore.totals import count_votes, sum_groups
+from dualstore.verify import Verification, verify_store
+from dualstore.weights import read_weights
+
+__all__ = ["Store", "open_store"]
+
+
+def open_store(path: str | Path, *, budget_bytes: int = Options.budget_bytes, threads: int = Options.threads) -> "Store":
+    """The store at `path`, opened for reading; also while it is being recorded, up to its last flush.
+
+    Args:
+        budget_bytes: anonymous memory that a scan may take.
+        threads: used by products of several queries.
+
+    Raises StoreError where there is no store, DamagedError where its files contradict themselves.
+    """
+    if budget_bytes < 1 << 20 or threads < 1:
+        raise QueryError(f"open: expected a budget of at least 1 MiB and a thread, found {budget_bytes} bytes and {threads}")
+    return Store(Path(path), Options(budget_bytes, threads))
+
+
+class Store:
+    """One recorded training run. Holds `store.json`, the steps and footers; vectors stay on disk."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        self.path, self.options = path, options
+        self.info_file = StoreInfo.read(path)
+        self.steps = Steps.read(self._parts("steps"))
+        self.labelling = Labelling(self.steps, self.info_file.tasks)
+        if self.info_file.status == "recording":
+            last = f"it is complete up to step {self.last_step}" if len(self.steps.numbers) else "no step of it is complete"
+            warnings.warn(f"{path}: the recording is unfinished; {last}", DualstoreWarning, stacklevel=3)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The recorded layers."""
+        return self.info_file.layers
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the store; -1 for none."""
+        return int(self.steps.numbers[-1]) if len(self.steps.numbers) else -1
+
+    def query(
+        self,
+        x: ArrayLike | None = None,
+        *,
+        layer: int | str,
+        test_id: int | Sequence[int] | None = None,
+        position: int | None = None,
+        top: int = 20,
+        bottom: bool = False,
+        where: str | None = None,
+        per: str | None = None,
+    ) -> Result:
+        """The patterns with the largest alpha = x_t . x, of all that were recorded: exact, in order.
+
+        Args:
+            x: the query, (d_in,) or (m, d_in) for m queries in one pass; or give `test_id`, one or several.
+            layer: number or name.
+            position: of the probe's rows at this layer; by default the last.
+            top: how many, for each query and group.
+            bottom: the smallest alpha instead.
+            where: SQL condition on step, epoch, sample_id, position, label, task.
+            per: SQL expression; the best of each of its values.
+
+        Returns:
+            rank, alpha, step, epoch, sample_id, position, label, task; test_id or query before them when several were
+            asked, and the value of `per`. Ties are ordered by step, sample_id and position. alpha is the float64 dot
+            product of stored key and query; rows whose alpha is NaN are not ranked.
+
+        Raises QueryError for an unknown layer, test id or column, a wrong vector, or top < 1.
+        """
+        found = self.layer(layer)
+        queries = find_queries(self, found, x, test_id, position)
+        return rank_patterns(self, found, queries, top=top, bottom=bottom, where=where, per=per)
+
+    def totals(
+        self,
+        x: ArrayLike | None = None,
+        *,
+        layer: int | str,
+        by: str | Sequence[str] = "label",
+        test_id: int | Sequence[int] | None = None,
+        position: int | None = None,
+        where: str | None = None,
+        absolute: bool = False,
+        paper: bool = False,
+    ) -> Result:
+        """Sums of alpha over groups of patterns, largest first.
+
+        Args:
+            by: SQL expressions over the row columns, as one text or a list; "" for one total of everything.
+            absolute: sum |alpha| instead.
+            paper: the rule of Irie et al. 2022: |alpha| at the first layer, alpha at the others.
+
+        Returns:
+            The group columns, total (float64) and count. Other arguments and errors as in `query`.
+        """
+        found = self.layer(layer)
+        queries = find_queries(self, found, x, test_id, position)
+        text = by if isinstance(by, str) else ", ".join(by)
+        magnitude = absolute or (paper and found.number == 0)
+        return sum_groups(self, found, queries, by=text, where=where, absolute=magnitude)
+
+    def votes(self, layer: int | str | None = None, *, where: str | None = None) -> Result:
+        """How well the label with the largest total predicts, over all probes with a label and a prediction.
+
+        A probe's vote is the label with the largest total (|alpha| at the first layer, alpha at the others; the smaller
+        label wins a tie). Returned for probes that the network got right and wrong: the number of probes, the share whose
+        vote is their label (target_accuracy) and whose vote is the network's prediction (output_accuracy), in 0..1.
+
+        Source: Irie et al. 2022 (arXiv 2202.05798), table 2.
+        """
+        layers = self.layers if layer is None else (self.layer(layer),)
+        return count_votes(self, layers, where=where)
+
+    def sql(
+        self, text: str, *, layer: int | str | None = None, test_id: int | None = None, x: ArrayLike | None = None, position: int | None = None
+    ) -> Result:
+        """The result of SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention.
+
+        `attention` has the row columns and alpha; it is computed while it is read and never held.
+
+        Raises QueryError with DuckDB's message.
+        """
+        chosen = None if layer is None else self.layer(layer)
+        if chosen is None and (test_id is not None or x is not None):
+            raise QueryError("sql: expected a layer with the query; give layer=..., or neither")
+        if chosen is None or (test_id is None and x is None):
+            return run_sql(self, text, None, None)
+        queries = find_queries(self, chosen, x, test_id, position)
+        return run_sql(self, text, chosen, queries.vectors[0])
+
+    def info(self) -> dict[str, Any]:
+        """What is stored: layers, counts, sizes, tasks, optimiser, and what makes values inexact."""
+        return describe(self)
+
+    def verify(self, *, probes: int = 8) -> "Verification":
+        """Proves the store against the network: see `verify.verify_store`."""
+        return verify_store(self, probes=probes)
+
+    def layer(self, layer: int | str) -> Layer:
+        """The layer with this number or name. Raises QueryError."""
+        for found in self.layers:
+            if layer in (found.number, found.name):
+                return found
+        known = ", ".join(f"{found.number} ({found.name})" for found in self.layers)
+        raise QueryError(f"{self.path}: no layer {layer!r}; there are {known}")
+
+    def patterns(self, layer: Layer) -> Log:
+        """The log of one layer's patterns. Raises DamagedError."""
+        return self._log(f"patterns/layer={layer.number}", pattern_columns(layer, self.info_file.dtype))
+
+    def probes(self, layer: Layer) -> Log:
+        """The log of one layer's probes. Raises DamagedError."""
+        return self._log(f"probes/layer={layer.number}", probe_columns(layer, self.info_file.dtype))
+
+    def weights(self, name: str) -> dict[str, NDArray[Any]]:
+        """Tensors of `weights/<name>.safetensors`, "initial" or "final", by name.
+
+        Raises StoreError where the file is missing, DamagedError where it is unreadable.
+        """
+        return read_weights(self.path / "weights" / f"{name}.safetensors")
+
+    def part_paths(self, folder: str) -> list[Path]:
+        """Files of "patterns", "probes" (of all layers) or "samples" that belong to the store."""
+        if folder == "samples":
+            return self._parts(folder)
+        return [path for layer in self.layers for path in self._parts(f"{folder}/layer={layer.number}")]
+
+    def _log(self, folder: str, columns: Sequence[Column]) -> Log:
+        return Log(self._parts(folder), columns)
+
+    def _parts(self, folder: str) -> list[Path]:
+        found = sorted((self.path / folder).glob("part-*.parquet"))
+        if self.info_file.status == "recording" and folder.startswith("patterns"):
+            found = [path for path in found if path.name in self._committed]
+        return found
+
+    @cached_property
+    def _committed(self) -> set[str]:
+        """Names of the parts that a finished flush made part of the store."""
+        return {path.name for path in (self.path / "steps").glob("part-*.parquet")}

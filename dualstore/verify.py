@@ -1,0 +1,157 @@
+"""Proving a store against the network it was recorded from."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy import ndarray
+
+from dualstore.errors import DualstoreError, InexactError
+from dualstore.log import Log, Mapping
+from dualstore.probes import ProbeRows
+from dualstore.schema import Layer
+from dualstore.weights import Affine, rebuild, trained
+
+if TYPE_CHECKING:
+    from dualstore.store import Store
+
+__all__ = ["LIMITS", "LayerCheck", "Verification", "verify_store"]
+
+LIMITS = {"float32": 1e-5, "float64": 1e-11}
+"""Largest residual of an exact store, by its dtype."""
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """How far the store and the network are apart at one layer."""
+
+    layer: int
+    name: str
+    rows: int
+    weight_residual: float | None
+    """|[W b]_trained - [W b]_rebuilt| / |[W b]_trained - [W b]_initial| (Frobenius); None where it cannot be had."""
+    output_residual: float | None
+    """Largest |y - y_rebuilt| / |y| over the probes recorded after the last step; None without such probes."""
+
+
+@dataclass
+class Verification:
+    """What `verify_store` found. `problems` is empty and `ok` true for a store that proves itself."""
+
+    ok: bool = True
+    layers: list[LayerCheck] = field(default_factory=list)
+    rows: int = 0
+    """Patterns of all layers."""
+    problems: list[str] = field(default_factory=list)
+
+    def problem(self, text: str) -> None:
+        """Notes something that is not as it should be."""
+        self.ok = False
+        self.problems.append(text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def verify_store(store: "Store", *, probes: int = 8) -> Verification:
+    """Checks the whole store; reads every byte of it once or twice.
+
+    For each layer: every step has as many rows as the optimiser's log says, in step order; the checksums of all pages;
+    the trained weights against initial weights plus rows; recorded outputs of up to `probes` probes against W_0 x +
+    bias + sum of contributions. Problems found while recording are repeated.
+    """
+    found = Verification()
+    for problem in store.info_file.problems:
+        found.problem(f"while recording: {problem}")
+    if len(store.steps.numbers) and not np.array_equal(store.steps.numbers, np.arange(store.last_step + 1)):
+        found.problem(f"steps: expected every step from 0 to {store.last_step}, found {len(store.steps.numbers)}")
+    counts = store.steps.rows_per_step(len(store.layers))
+    for index, layer in enumerate(store.layers):
+        try:
+            _verify_layer(store, layer, counts[:, index], probes, found)
+        except DualstoreError as error:
+            found.problem(str(error))
+            found.layers.append(LayerCheck(layer.number, layer.name, 0, None, None))
+    return found
+
+
+def _verify_layer(store: "Store", layer: Layer, expected: ndarray, probes: int, found: Verification) -> None:
+    log = store.patterns(layer)
+    found.rows += log.rows
+    for problem in [*_count_problems(store, layer, log, expected), *_damage(log), *_damage(store.probes(layer))]:
+        found.problem(problem)
+    weight, output = _residuals(store, layer, probes, found)
+    found.layers.append(LayerCheck(layer.number, layer.name, log.rows, weight, output))
+    limit = LIMITS[store.info_file.dtype]
+    for kind, residual in (("weight", weight), ("output", output)):
+        if residual is not None and not residual <= limit:
+            found.problem(f"layer {layer.number} ({layer.name}): {kind} residual {residual:.3g}, expected at most {limit:g}")
+
+
+def _count_problems(store: "Store", layer: Layer, log: Log, expected: ndarray) -> Iterator[str]:
+    where = f"layer {layer.number} ({layer.name})"
+    numbers = store.steps.numbers
+    counts = np.zeros(len(numbers), np.int64)
+    last = -1
+    for group in log.groups:
+        steps = Mapping(group.part).array(group, "step")
+        if (np.diff(steps) < 0).any() or steps[0] < last:
+            yield f"{group.part.path}: row group {group.index}: rows are not in step order; a part may be there twice"
+        last = int(steps[-1])
+        known = np.isin(steps, numbers)
+        if not known.all():
+            yield f"{group.part.path}: row group {group.index}: {int((~known).sum())} rows of steps that the optimiser's log lacks"
+        np.add.at(counts, np.searchsorted(numbers, steps[known]), 1)
+    wrong = np.flatnonzero(counts != expected)
+    if len(wrong):
+        first = wrong[0]
+        yield f"{where}: step {numbers[first]}: expected {expected[first]} rows, found {counts[first]}; {len(wrong)} steps differ"
+
+
+def _damage(log: Log) -> Iterator[str]:
+    """Parts whose pages do not match their checksums, or that cannot be read."""
+    for part in log.parts:
+        try:
+            with pq.ParquetFile(part.path, page_checksum_verification=True, memory_map=True) as file:
+                for index in range(file.metadata.num_row_groups):
+                    for _ in file.iter_batches(1024, row_groups=[index]):
+                        pass
+        except (pa.ArrowException, OSError) as error:
+            yield f"{part.path}: damaged: {str(error).splitlines()[0]}"
+
+
+def _residuals(store: "Store", layer: Layer, probes: int, found: Verification) -> tuple[float | None, float | None]:
+    """Weight and output residual; notes why where one cannot be had."""
+    x, y = _final_probes(store, layer, probes)
+    try:
+        dual = rebuild(store, layer, x)
+        before, after = trained(store, layer, "initial"), trained(store, layer)
+    except InexactError as error:
+        found.problem(str(error))
+        return None, None
+    weight = _relative(after.joined - dual.rebuilt.joined, after.joined - before.joined)
+    initial = Affine(dual.initial.weight, dual.initial.bias + dual.change.bias)
+    outputs = x @ initial.weight.T + initial.bias + dual.outputs
+    residuals = [_relative(a - b, b) for a, b in zip(outputs, y, strict=True)]
+    return weight, max(residuals, default=None)
+
+
+def _final_probes(store: "Store", layer: Layer, probes: int) -> tuple[ndarray, ndarray]:
+    """x and y, float64, of probes that were recorded after the last step."""
+    rows = ProbeRows.of(store.probes(layer))
+    rows = rows.select(rows.scalars("step") == store.last_step + 1)
+    spread = np.unique(np.linspace(0, len(rows.row) - 1, min(probes, len(rows.row))).round().astype(np.int64))
+    some = ProbeRows(rows.log, rows.test_id[spread], rows.position[spread], rows.row[spread])
+    x, y = (some.vectors(name).astype(np.float64) for name in ("x", "y"))
+    finite = np.isfinite(x).all(1) & np.isfinite(y).all(1)
+    return x[finite], y[finite]
+
+
+def _relative(difference: ndarray, reference: ndarray) -> float:
+    size = float(np.linalg.norm(reference))
+    error = float(np.linalg.norm(difference))
+    return error / size if size > 0 else error
