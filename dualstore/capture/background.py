@@ -1,0 +1,93 @@
+"""The writer's thread: takes finished steps off the training loop's hands, within a bound of bytes."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+__all__ = ["Background", "Inline"]
+
+
+class Inline:
+    """Runs jobs at once, on the thread that brings them."""
+
+    def put(self, job: Callable[[], None], size: int) -> None:
+        """Runs the job."""
+        job()
+
+    def drain(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing waits."""
+
+    def abandon(self) -> None:
+        """Nothing waits."""
+
+
+class Background:
+    """Runs jobs in order on one thread. `put` waits while more than `limit_bytes` are under way.
+
+    The first job that fails ends the work: its error is raised by the next `put` or `close`, later jobs are not run.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._jobs: deque[tuple[Callable[[], None], int] | None] = deque()
+        self._waiting_bytes = 0
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="dualstore-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None], size: int) -> None:
+        """Hands over a job that keeps `size` bytes alive; one larger than the limit waits until it is alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._waiting_bytes or self._waiting_bytes + size <= self._limit)
+            self._raise()
+            self._jobs.append((job, size))
+            self._waiting_bytes += size
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Waits until all jobs are done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._waiting_bytes)
+            self._raise()
+
+    def close(self) -> None:
+        """Waits for all jobs and ends the thread. Raises the error that a job ended with."""
+        with self._changed:
+            self._jobs.append(None)
+            self._changed.notify_all()
+        self._thread.join()
+        self._raise()
+
+    def abandon(self) -> None:
+        """Ends the thread without running the jobs that wait."""
+        with self._changed:
+            self._error = self._error or RuntimeError("abandoned")
+        with suppress(Exception):
+            self.close()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._jobs))
+                item = self._jobs.popleft()
+            if item is None:
+                return
+            job, size = item
+            try:
+                if self._error is None:
+                    job()
+            except Exception as error:
+                self._error = error
+            del job, item
+            with self._changed:
+                self._waiting_bytes -= size
+                self._changed.notify_all()

@@ -1,0 +1,91 @@
+"""What happens to a gradient between backward and the optimiser's step: clipping, unscaling, zeroing, editing.
+
+A few hundred elements of each layer's gradient are copied when autograd has accumulated it, and compared with the same
+elements when the step is taken. A global factor (`clip_grad_norm_`, GradScaler's unscaling) shows as one ratio;
+anything else as a remainder. Copies stay on the parameter's device; comparing them is the writer's work.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Change", "GradientWatch", "common_factor"]
+
+_ROWS, _COLUMNS = 16, 32
+"""Block of a weight's gradient that is compared; scattered elements would cost a cache miss each."""
+_EDITED = 1e-2
+"""A remainder above this share of the gradient is an edit, not the rounding of half precision."""
+
+
+@dataclass(slots=True)
+class Change:
+    """Some elements of one gradient as backward left them and as they are now; None where there is no gradient."""
+
+    before: torch.Tensor | None
+    now: torch.Tensor | None
+
+    @property
+    def products(self) -> tuple[float, float, float]:
+        """now . now, now . before and before . before; zeros where one is missing."""
+        if self.before is None or self.now is None:
+            return 0.0, 0.0, 0.0
+        before, now = (tensor.to("cpu", torch.float64).numpy() for tensor in (self.before, self.now))
+        return float(now @ now), float(now @ before), float(before @ before)
+
+    @property
+    def lost(self) -> bool:
+        """Whether what backward left has been thrown away: the gradient is None, or zeros."""
+        now_now, _, before_before = self.products
+        return self.now is None or (now_now == 0 and before_before > 0)
+
+
+def common_factor(changes: Iterable[Change]) -> tuple[float, bool]:
+    """The one factor that the gradients of a parameter group were multiplied by, and whether they changed otherwise.
+
+    The factor is 1 where all sampled elements are zero.
+    """
+    now_now, now_before, before_before = np.sum([(0.0, 0.0, 0.0), *(change.products for change in changes)], axis=0).tolist()
+    if not before_before > 0:
+        return 1.0, now_now > 0
+    left = now_now - now_before**2 / before_before
+    return now_before / before_before, left > _EDITED**2 * now_now
+
+
+class GradientWatch:
+    """Watches the gradients of some parameters from backward to step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._before: dict[int, torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def change(self, parameter: nn.Parameter) -> Change:
+        """What became of a gradient since backward."""
+        now = None if parameter.grad is None else _sample(parameter.grad).clone()
+        return Change(self._before.get(id(parameter)), now)
+
+    def forget(self) -> None:
+        """Forgets all samples, once the step has used the gradients."""
+        self._before.clear()
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._before[id(parameter)] = _sample(parameter.grad).clone()
+
+
+def _sample(gradient: torch.Tensor) -> torch.Tensor:
+    """A bias's gradient, or a block of rows in the middle of a weight's."""
+    gradient = gradient.detach()
+    if gradient.ndim != 2:
+        return gradient.reshape(-1)
+    rows, columns = gradient.shape
+    middle = columns // 2
+    return gradient[:: -(-rows // _ROWS), max(0, middle - _COLUMNS // 2) : middle + _COLUMNS // 2].reshape(-1)

@@ -1,0 +1,169 @@
+"""Who a row belongs to: the ids, labels and tasks that the training loop names, checked and spread over positions."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int32, Int64
+from numpy import ndarray
+
+from dualstore.errors import RecordError
+from dualstore.schema import NO_LABEL
+
+__all__ = ["Claim", "EpochCounter", "Names", "TaskCodes"]
+
+
+class TaskCodes:
+    """Task names in order of appearance; a row stores the index."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def codes(self, task: str | Sequence[str] | None, size: int, where: str) -> Int32[ndarray, " n"]:
+        """The code of each of `size` rows; -1 without a task."""
+        if task is None or isinstance(task, str):
+            return np.full(size, NO_LABEL if task is None else self._code(task), np.int32)
+        if len(task) != size:
+            raise RecordError(f"{where}: expected one task or {size}, found {len(task)}")
+        return np.array([self._code(name) for name in task], np.int32)
+
+    def _code(self, name: str) -> int:
+        if not isinstance(name, str):
+            raise RecordError(f"task: expected a name, found {name!r}")
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)
+
+
+@dataclass(slots=True)
+class Names:
+    """Ids, labels and tasks of n samples; labels may be one a position, (n, ...)."""
+
+    where: str
+    """The call that gave them, for messages."""
+    ids: Int64[ndarray, " n"]
+    labels: Int32[ndarray, "n ..."]
+    tasks: Int32[ndarray, " n"]
+    calls: dict[int, int] = field(default_factory=dict)
+    """Rows a sample that each layer has given so far: positions of a layer called again go on from there."""
+    spread_columns: "dict[tuple[tuple[int, ...], int], dict[str, ndarray]]" = field(default_factory=dict)
+    """`Claim.columns` by shape and first position: layers of one batch mostly share them."""
+
+    @classmethod
+    def check(cls, where: str, ids: Any, labels: Any, task: str | Sequence[str] | None, codes: TaskCodes) -> "Names":
+        """Raises RecordError where ids or labels are not whole numbers or their lengths differ."""
+        found = whole_numbers(ids, where, "ids")
+        if found.ndim != 1:
+            raise RecordError(f"{where}: expected one id a sample, found an array of shape {found.shape}")
+        return cls(where, found, labels_of(labels, len(found), where), codes.codes(task, len(found), where))
+
+    def claim(self, layer: int, name: str, shape: Sequence[int]) -> "Claim":
+        """The rows of one call of a layer with an input of `shape` (n, ..., d).
+
+        Raises RecordError where the first dimension is not n.
+        """
+        leading = tuple(shape[:-1]) or (1,)
+        if leading[0] != len(self.ids):
+            raise RecordError(
+                f"layer {name!r}: expected an input of {len(self.ids)} samples, one for each id of {self.where}, "
+                f"found shape {tuple(shape)}; give one id for each row of the batch"
+            )
+        first = self.calls.get(layer, 0)
+        self.calls[layer] = first + math.prod(leading[1:])
+        return Claim(self, leading, first)
+
+
+@dataclass(slots=True)
+class Claim:
+    """The rows of one call of a layer: every sample with every position, in the order of the input."""
+
+    names: Names
+    leading: tuple[int, ...]
+    first: int
+    """Position of each sample's first row."""
+
+    def columns(self) -> dict[str, ndarray]:
+        """sample_id, position, label and task of each row; shared, not to be changed."""
+        key = (self.leading, self.first)
+        if key not in self.names.spread_columns:
+            self.names.spread_columns[key] = self._spread_all()
+        return self.names.spread_columns[key]
+
+    def _spread_all(self) -> dict[str, ndarray]:
+        names, each = self.names, math.prod(self.leading[1:])
+        positions = np.arange(self.first, self.first + each, dtype=np.int32)
+        return {
+            "sample_id": np.repeat(names.ids, each),
+            "position": np.tile(positions, len(names.ids)),
+            "label": self.spread(names.labels),
+            "task": np.repeat(names.tasks, each),
+        }
+
+    def spread(self, values: ndarray) -> ndarray:
+        """Values a sample (n,), or a position (n, ...), for each row."""
+        if values.shape == self.leading:
+            return values.reshape(-1)
+        return np.repeat(values.reshape(len(values), -1)[:, 0], math.prod(self.leading[1:]))
+
+
+class EpochCounter:
+    """Counts epochs where the loop does not say: a new one begins with the first id seen before in this one.
+
+    Memory: one byte for each id up to the largest, at most 64 MiB; beyond that, or for negative ids, it stops counting.
+    """
+
+    LARGEST = 64 << 20
+
+    def __init__(self) -> None:
+        self._seen = np.zeros(1024, bool)
+        self.epoch = 0
+
+    def see(self, ids: Int64[ndarray, " n"]) -> int:
+        """The epoch of a batch."""
+        places = ids.view(np.uint64)  # a negative id is a huge one
+        try:
+            again = self._seen[places].any()
+        except IndexError:
+            return self._grow(ids)
+        if again:
+            self.epoch += 1
+            self._seen[:] = False
+        self._seen[places] = True
+        return self.epoch
+
+    def _grow(self, ids: Int64[ndarray, " n"]) -> int:
+        if ids.min() < 0 or ids.max() >= self.LARGEST:
+            return self.epoch
+        grown = np.zeros(max(int(ids.max()) + 1, 2 * len(self._seen)), bool)
+        grown[: len(self._seen)] = self._seen
+        self._seen = grown
+        return self.see(ids)
+
+
+def labels_of(labels: Any, size: int, where: str) -> Int32[ndarray, "n ..."]:
+    """Labels of `size` samples as int32, -1 where none are given. Raises RecordError where they do not fit."""
+    if labels is None:
+        return np.full(size, NO_LABEL, np.int32)
+    found = whole_numbers(labels, where, "labels")
+    if found.ndim == 0 or len(found) != size:
+        raise RecordError(f"{where}: expected {size} labels, one for each id, found {found.size}")
+    narrow = found.astype(np.int32)
+    if (narrow != found).any():
+        raise RecordError(f"{where}: expected labels within 32 bits, found {found.min()} to {found.max()}")
+    return narrow
+
+
+def whole_numbers(values: Any, where: str, what: str) -> Int64[ndarray, "..."]:
+    """`values`, a tensor, array or list, as int64. Raises RecordError where they are not whole numbers."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise RecordError(f"{where}: {what}: expected whole numbers, found {values!r}") from error
+    if array.dtype.kind not in "iub" and array.size:
+        raise RecordError(f"{where}: {what}: expected whole numbers, found {array.dtype}")
+    return array.astype(np.int64)

@@ -1,0 +1,515 @@
+"""The recorder: hooks that take a layer's input on the way forward and its error on the way back, step by step."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from dualstore.capture.background import Background, Inline
+from dualstore.capture.gradients import Change, GradientWatch, common_factor
+from dualstore.capture.layers import Found, find_layers
+from dualstore.capture.names import Claim, EpochCounter, Names, TaskCodes, labels_of
+from dualstore.capture.payload import encode_payloads
+from dualstore.errors import DualstoreWarning, RecordError
+from dualstore.schema import NO_LABEL, Layer, Status, StoreInfo
+from dualstore.writer import SAMPLES_SCHEMA, StoreWriter
+
+__all__ = ["Recorder", "record"]
+
+QUEUE_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Batch:
+    """What `Recorder.batch` gives: set `loss` to have it noted with the step."""
+
+    names: Names
+    epoch: int
+    loss: Any = float("nan")
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a layer in training: its input, and whose rows they are."""
+
+    layer: Layer
+    batch: Batch
+    claim: Claim
+    x: torch.Tensor
+    version: int
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What the optimiser was about to do when its step began."""
+
+    groups: list[dict[str, Any]]
+    changes: list[list[Change]]
+    """For each layer, what became of its watched gradients."""
+    idle: list[int]
+    epoch: int
+
+
+def record(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    queue_bytes: int | None = None,
+    flush_s: float = 60.0,
+    maker: str = "",
+) -> "Recorder":
+    """Starts recording the training of `model` by `optimizer` into a new store at `path`.
+
+    Every nn.Linear that the optimiser trains is recorded: one pattern for each row of its input that gets an error.
+    Training stays bit-identical. Use it as a context manager, or call `close()` at the end.
+
+    Args:
+        dtype: of stored keys and errors, "float32" or "float64".
+        queue_bytes: bound of the memory held by steps that wait to be written on a thread of their own; training waits
+            beyond it. 0 writes them on the training thread. By default 64 MiB for a model on an accelerator and 0 for one
+            on the CPU, whose cores are busy anyway (bench/recording_overhead.py).
+        flush_s: a crash loses at most the steps of this many seconds (or of 256 MiB a layer, whichever is less).
+        maker: noted in store.json as what wrote the store.
+
+    Raises RecordError where `path` is not empty, nothing is to be recorded, or an argument is wrong.
+    """
+    return Recorder(model, optimizer, Path(path), dtype=dtype, queue_bytes=queue_bytes, flush_s=flush_s, maker=maker)
+
+
+class Recorder:
+    """A recording under way; made by `dualstore.record`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        path: Path,
+        *,
+        dtype: str,
+        queue_bytes: int | None,
+        flush_s: float,
+        maker: str,
+    ) -> None:
+        if dtype not in ("float32", "float64"):
+            raise RecordError(f"dtype: expected 'float32' or 'float64', found {dtype!r}")
+        found = find_layers(model, optimizer)
+        if not found.layers:
+            raise RecordError("record: expected a model with at least one nn.Linear that the optimiser trains, found none")
+        _warn_unrecorded(found)
+        _make_folder(path)
+        self._model, self._optimizer, self._found = model, optimizer, found
+        self._dtype = dtype
+        self._weights = {number: modules[0].weight for number, modules in found.modules.items()}
+        info = StoreInfo(
+            layers=found.layers,
+            dtype=dtype,
+            optimizer=type(optimizer).__name__,
+            exact=type(optimizer) is torch.optim.SGD,
+            unrecorded=found.unrecorded,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            maker=maker,
+        )
+        self._writer = StoreWriter(path, info, flush_s=flush_s)
+        self._writer.write_weights("initial", self._tensors(with_buffers=True))
+        if queue_bytes is None:
+            queue_bytes = 0 if all(weight.device.type == "cpu" for weight in self._weights.values()) else QUEUE_BYTES
+        self._background = Background(queue_bytes) if queue_bytes else Inline()
+        self._tasks, self._epochs = TaskCodes(), EpochCounter()
+        self._batch: Batch | None = None
+        self._probe: _Probe | None = None
+        self._latest: dict[int, Batch | None] = {layer.number: None for layer in found.layers}
+        """The batch whose error each layer got last since the last step; used on the training thread."""
+        self._batches: dict[int, list[Batch]] = {layer.number: [] for layer in found.layers}
+        """The batches that each layer has rows of in the step under way; used where rows are written."""
+        self._taken: _Taken | None = None
+        self._problems: list[str] = []
+        self._notices: deque[str] = deque()
+        self._nonfinite_seen = False
+        self._closed = False
+        self.steps = 0
+        """Optimiser steps taken so far."""
+        self._watched = [self._watched_of(layer) for layer in found.layers]
+        self._group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._watch = GradientWatch([p for some in self._watched for p in some])
+        self._handles = self._hook()
+
+    @contextmanager
+    def batch(
+        self, sample_id: Any, label: Any = None, task: str | Sequence[str] | None = None, epoch: int | None = None
+    ) -> Iterator[Batch]:
+        """Names the samples of one batch while the model runs on it; put forward and backward inside.
+
+        Args:
+            sample_id: (n,) whole numbers, one for each row of the batch.
+            label: (n,) whole numbers, or (n, ...) with one for each position; none are stored as -1.
+            task: one name, or n.
+            epoch: by default counted: a new epoch begins with the first id that comes again.
+
+        Raises RecordError for ids of the wrong kind or number, and for what went wrong in writing.
+        """
+        self._check_open()
+        names = Names.check("batch()", sample_id, label, task, self._tasks)
+        outer, self._batch = self._batch, Batch(names, self._epochs.see(names.ids) if epoch is None else epoch)
+        try:
+            yield self._batch
+        finally:
+            self._batch = outer
+
+    @contextmanager
+    def probe(
+        self, test_id: Any, label: Any = None, task: str | Sequence[str] | None = None, predicted: Any = None
+    ) -> Iterator[None]:
+        """Records each layer's input and output for test examples: the queries to ask later. Runs without gradients.
+
+        Call the model once inside, on n rows named by `test_id`. `predicted` defaults to the largest element of the
+        model's output. A test id that is probed again replaces the earlier probe.
+
+        Raises RecordError where ids and rows do not fit. Warns where the model is in training mode.
+        """
+        self._check_open()
+        if self._model.training:
+            _warn("probe() while the model is in training mode: dropout and batch norm are active; call model.eval() first")
+        names = Names.check("probe()", test_id, label, task, self._tasks)
+        probe = self._probe = _Probe(names, predicted)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._probe = None
+        rows = probe.columns(self.steps, self._dtype)
+        for number, (columns, x, y) in rows.items():
+            layer = self._found.layers[number]
+            self._put(partial(self._writer.write_probes, layer, columns, x, y), x.nbytes + y.nbytes)
+
+    def samples(self, sample_id: Any, label: Any, payload: Any, task: str | Sequence[str] | None = None) -> None:
+        """Stores what a person wants to see of training samples: images (as PNG) or texts. Call it once a sample."""
+        self._check_open()
+        names = Names.check("samples()", sample_id, label, task, self._tasks)
+        payloads = encode_payloads(payload.detach().cpu() if isinstance(payload, torch.Tensor) else payload)
+        if len(payloads) != len(names.ids):
+            raise RecordError(f"samples(): expected {len(names.ids)} payloads, one for each id, found {len(payloads)}")
+        columns = [names.ids, names.tasks, names.labels, [data for data, _ in payloads], [mime for _, mime in payloads]]
+        arrays = [pa.array(column, kind.type) for column, kind in zip(columns, SAMPLES_SCHEMA, strict=True)]
+        table = pa.table(arrays, schema=SAMPLES_SCHEMA)
+        self._put(partial(self._writer.write_samples, table), table.nbytes)
+
+    def flush(self) -> None:
+        """Makes all steps taken so far part of the store; returns when they are on disk."""
+        self._check_open()
+        if any(self._latest.values()):
+            raise RecordError("flush(): a step is under way; call it after optimizer.step()")
+        self._put(self._flush, 0)
+        try:
+            self._background.drain()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        """Takes the hooks off, writes what is left and the final weights. Raises RecordError where writing failed."""
+        self._close("complete")
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            self._close("interrupted")
+        except RecordError as error:
+            _warn(str(error))  # the error that ends the context says more
+
+    # Hooks
+
+    def _hook(self) -> list[Any]:
+        handles: list[Any] = [self._model.register_forward_hook(self._model_called)]
+        for layer in self._found.layers:
+            for module in self._found.modules[layer.number]:
+                handles.append(module.register_forward_hook(partial(self._layer_called, layer), with_kwargs=True))
+        handles.append(self._optimizer.register_step_pre_hook(self._before_step))
+        handles.append(self._optimizer.register_step_post_hook(self._after_step))
+        return handles
+
+    def _layer_called(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        x: torch.Tensor = args[0] if args else kwargs["input"]
+        if self._probe is not None:
+            self._probe.see(layer, x, output)
+        elif output.requires_grad:
+            call = None if self._batch is None else self._call(layer, self._batch, x)
+            output.register_hook(partial(self._error_arrived, layer, call))
+
+    def _call(self, layer: Layer, batch: Batch, x: torch.Tensor) -> _Call:
+        claim = batch.names.claim(layer.number, layer.name, x.shape)
+        # What autograd did not make belongs to the caller, who may fill the same memory with the next batch.
+        kept = x.detach() if x.requires_grad else x.detach().clone()
+        return _Call(layer, batch, claim, kept, kept._version)
+
+    def _error_arrived(self, layer: Layer, call: _Call | None, error: torch.Tensor) -> None:
+        if call is None:
+            raise RecordError(
+                f"layer {layer.name!r}: a gradient arrived for a forward pass outside batch(); "
+                "put it inside `with rec.batch(sample_id=...):`"
+            )
+        earlier, self._latest[layer.number] = self._latest[layer.number], call.batch
+        change = None if earlier in (None, call.batch) else self._watch.change(self._watched[layer.number][0])
+        self._put(partial(self._write, call, error.detach(), change), _nbytes(call.x) + _nbytes(error))
+
+    def _model_called(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._probe is not None:
+            self._probe.see_output(output)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._taken = _Taken(
+            groups=[_settings(group) for group in optimizer.param_groups],
+            changes=[[self._watch.change(parameter) for parameter in some] for some in self._watched],
+            idle=[number for number, weight in self._weights.items() if weight.grad is None],
+            epoch=self._epochs.epoch,
+        )
+        self._watch.forget()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        self._latest = dict.fromkeys(self._latest)
+        self._put(partial(self._end_step, self.steps, taken), 0)
+        self.steps += 1
+
+    # Writing, on the background thread if there is one
+
+    def _write(self, call: _Call, error: torch.Tensor, change: Change | None) -> None:
+        """Adds the patterns of one call. `change` tells, for rows of an earlier batch, whether they still count."""
+        if call.x._version != call.version:
+            raise RecordError(
+                f"layer {call.layer.name!r}: its input was changed in place after the forward pass, before it was written; "
+                "make the change on a copy"
+            )
+        if change is not None and change.lost:
+            self._drop(call.layer)
+        self._writer.add_patterns(call.layer, call.claim.columns(), _vectors(call.x, self._dtype), _vectors(error, self._dtype))
+        self._batches[call.layer.number].append(call.batch)
+
+    def _drop(self, layer: Layer) -> None:
+        """Forgets rows whose gradients were thrown away without a step: their errors never reached the weights."""
+        self._writer.drop_patterns(layer)
+        self._batches[layer.number].clear()
+
+    def _end_step(self, step: int, taken: _Taken) -> None:
+        for layer, changes in zip(self._found.layers, taken.changes, strict=True):
+            if self._batches[layer.number] and changes[0].lost:
+                self._drop(layer)
+            elif not self._batches[layer.number] and changes[0].products[0] > 0:
+                self._problem(f"layer {layer.name!r} has a gradient but its forward pass was not seen; its values will not be exact")
+        batches = list({id(batch): batch for some in self._batches.values() for batch in some}.values())
+        for some in self._batches.values():
+            some.clear()
+        losses = [float(batch.loss) for batch in batches]
+        common = {
+            "epoch": max((batch.epoch for batch in batches), default=taken.epoch),
+            "batch_size": sum(len(batch.names.ids) for batch in batches),
+            "loss": sum(losses) / len(losses) if losses else float("nan"),
+            "idle": taken.idle,
+        }
+        self._writer.end_step([{**common, **group, **self._clip(index, taken)} for index, group in enumerate(taken.groups)])
+        if self._writer.nonfinite_rows and not self._nonfinite_seen:
+            self._nonfinite_seen = True
+            self._notices.append(f"NaN or infinity among the recorded keys or errors since step {step}; such rows are stored and counted")
+
+    def _clip(self, group: int, taken: _Taken) -> dict[str, Any]:
+        """Number and clip factor of a parameter group."""
+        pairs = [pair for some, changes in zip(self._watched, taken.changes, strict=True) for pair in zip(some, changes, strict=True)]
+        factor, edited = common_factor(change for parameter, change in pairs if self._group_of[id(parameter)] == group)
+        if edited:
+            self._problem(
+                f"gradients of parameter group {group} were changed before the step other than by one factor; "
+                "values will not be exact"
+            )
+        return {"group": group, "clip": factor}
+
+    def _flush(self) -> None:
+        self._writer.flush()
+        self._writer.wait()
+        self._save_notes("recording")
+
+    # Ending
+
+    def _close(self, status: Status) -> None:
+        if self._closed:
+            return
+        self._detach()
+        try:
+            self._background.close()
+            self._writer.close()
+            self._writer.write_weights("final", self._tensors(with_buffers=False))
+            self._save_notes(status)
+        except Exception as error:
+            raise self._failed(error) from error
+        self._say_notices()
+
+    def _detach(self) -> None:
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._watch.close()
+
+    def _failed(self, error: Exception) -> RecordError:
+        """Ends the recording after a failed write; the steps before it become part of the store if the disk lets us."""
+        self._detach()
+        self._background.abandon()
+        try:
+            self._writer.close()
+            self._save_notes("interrupted")
+        except OSError:
+            pass  # what was flushed earlier stays readable
+        self._say_notices()
+        if isinstance(error, RecordError):
+            return error
+        until = self._writer.flushed_step
+        kept = f"complete up to step {until}" if until >= 0 else "without a complete step"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return RecordError(f"{self._writer.root}: writing failed: {reason}; recording has stopped, the store stays readable, {kept}")
+
+    def _save_notes(self, status: Any) -> None:
+        tasks, problems = tuple(self._tasks.names), tuple(self._problems)
+        self._writer.save_info(status=status, tasks=tasks, problems=problems)
+
+    def _put(self, job: Callable[[], None], size: int) -> None:
+        try:
+            self._background.put(job, size)
+        except Exception as error:
+            raise self._failed(error) from error
+        if self._notices:
+            self._say_notices()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RecordError("the recorder is closed; its store is finished")
+
+    def _problem(self, text: str) -> None:
+        if text not in self._problems:
+            self._problems.append(text)
+            self._notices.append(text)
+
+    def _say_notices(self) -> None:
+        """Warns on the training thread of what was noticed on either."""
+        while self._notices:
+            _warn(self._notices.popleft())
+
+    # What is recorded
+
+    def _watched_of(self, layer: Layer) -> list[nn.Parameter]:
+        """One parameter of the layer for each parameter group, the bias where it serves: it is small and dense."""
+        module = self._found.modules[layer.number][0]
+        if layer.bias_group == layer.weight_group:
+            return [module.bias]
+        return [module.weight] if layer.bias_group < 0 else [module.weight, module.bias]
+
+    def _tensors(self, *, with_buffers: bool) -> dict[str, NDArray[Any]]:
+        """Weights and biases of the recorded layers by name, and the momentum buffers that exist already."""
+        tensors = {}
+        for layer in self._found.layers:
+            module = self._found.modules[layer.number][0]
+            for kind, parameter in (("weight", module.weight), ("bias", module.bias)):
+                if parameter is None:
+                    continue
+                tensors[f"{layer.name}.{kind}"] = _array(parameter)
+                buffer = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+                if with_buffers and buffer is not None:
+                    tensors[f"{layer.name}.{kind}.momentum_buffer"] = _array(buffer)
+        return tensors
+
+
+class _Probe:
+    """Layer inputs and outputs of one `probe()` context."""
+
+    def __init__(self, names: Names, predicted: Any) -> None:
+        self._names = names
+        self._given = None if predicted is None else labels_of(predicted, len(names.ids), "probe(): predicted")
+        self._output: torch.Tensor | None = None
+        self._seen: list[tuple[Layer, Claim, torch.Tensor, torch.Tensor]] = []
+
+    def see(self, layer: Layer, x: torch.Tensor, output: torch.Tensor) -> None:
+        claim = self._names.claim(layer.number, layer.name, x.shape)
+        # Copies: a layer that works in place after this one would change them.
+        self._seen.append((layer, claim, x.detach().clone(), output.detach().clone()))
+
+    def see_output(self, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) and output else getattr(output, "logits", output)
+        if isinstance(first, torch.Tensor) and first.ndim > 1 and first.shape[-1] > 1:
+            self._output = first
+
+    def columns(self, step: int, dtype: str) -> dict[int, tuple[dict[str, NDArray[Any]], NDArray[Any], NDArray[Any]]]:
+        """Scalar columns, x and y of each layer."""
+        if not self._seen:
+            raise RecordError("probe(): no recorded layer was called; call the model inside `with rec.probe(...):`")
+        found: dict[int, list[dict[str, NDArray[Any]]]] = {}
+        for layer, claim, x, y in self._seen:
+            columns = dict(claim.columns())
+            ids = columns.pop("sample_id")
+            rows = {"test_id": ids, **columns, "step": np.full(len(ids), step, np.int32), "predicted": self._predicted(claim)}
+            found.setdefault(layer.number, []).append(rows | {"x": _vectors(x, dtype), "y": _vectors(y, dtype)})
+        joined = {n: {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]} for n, pieces in found.items()}
+        return {number: (columns, columns.pop("x"), columns.pop("y")) for number, columns in joined.items()}
+
+    def _predicted(self, claim: Claim) -> NDArray[Any]:
+        values = self._given
+        if values is None and self._output is not None and len(self._output) == len(self._names.ids):
+            values = self._output.argmax(-1).cpu().numpy().astype(np.int32)
+        if values is None or values.shape not in (claim.leading, claim.leading[:1]):
+            return np.full(int(np.prod(claim.leading)), NO_LABEL, np.int32)
+        return claim.spread(values)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of `steps/` that the optimiser's parameter group sets."""
+    return {
+        "lr": float(group.get("lr", float("nan"))),
+        "momentum": float(group.get("momentum", 0.0)),
+        "dampening": float(group.get("dampening", 0.0)),
+        "decay": float(group.get("weight_decay", 0.0)),
+        "nesterov": bool(group.get("nesterov", False)),
+        "maximize": bool(group.get("maximize", False)),
+    }
+
+
+def _vectors(tensor: torch.Tensor, dtype: str) -> NDArray[Any]:
+    """(rows, width) of the store's type; the tensor's own memory where it already is that."""
+    plain = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu", getattr(torch, dtype)).contiguous()
+    return plain.numpy()
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    wide = tensor.detach().cpu()
+    return (wide if wide.dtype in (torch.float32, torch.float64) else wide.float()).contiguous().numpy().copy()
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _make_folder(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RecordError(f"{path}: expected no folder or an empty one, found other files; choose another path or remove it first")
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _warn_unrecorded(found: Found) -> None:
+    if found.unrecorded:
+        _warn(f"these parameters train but are not recorded: {', '.join(found.unrecorded)}")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, DualstoreWarning, stacklevel=3)
