@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int32
 from numpy import ndarray
 
 from dualstore.schema import Layer
+from dualstore.shapes import Float64, Int32
 from dualstore.steps import Steps
 
 __all__ = ["Coefficients", "sgd_coefficients"]
@@ -39,7 +39,7 @@ class Coefficients:
     """q, the factor of the momentum buffer that training started with."""
 
     def at(self, steps: Int32[ndarray, " n"]) -> Float64[ndarray, " n"]:
-        """c for each step number; 0 for steps that are not in the log."""
+        """C for each step number; 0 for steps that are not in the log."""
         if not len(self.steps):
             return np.zeros(len(steps))
         index = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)

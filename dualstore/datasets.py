@@ -59,7 +59,9 @@ def load_idx(name: str, folder: Path | None = None) -> ImageSet:
     arrays = [_read(path) for path in paths.values()]
     for (images, labels), split in zip((arrays[:2], arrays[2:]), ("training", "test"), strict=True):
         if images.ndim != 3 or labels.shape != images.shape[:1]:
-            raise DualstoreError(f"{name}: {split} files: expected images and as many labels, found {images.shape} and {labels.shape}")
+            raise DualstoreError(
+                f"{name}: {split} files: expected images and as many labels, found {images.shape} and {labels.shape}"
+            )
     return ImageSet(name, arrays[0], arrays[1].astype(np.int64), arrays[2], arrays[3].astype(np.int64))
 
 
@@ -80,14 +82,18 @@ def _find(name: str, file: str, folder: Path) -> Path:
         for path in (place / file, place / file.removesuffix(".gz")):
             if path.is_file():
                 return path
-    raise DualstoreError(f"{folder}: expected {file} (or without .gz) there or in {name}/, found neither; give --data or $DUALSTORE_DATA")
+    raise DualstoreError(
+        f"{folder}: expected {file} (or without .gz) there or in {name}/, found neither; give --data or $DUALSTORE_DATA"
+    )
 
 
 def _download(name: str, file: str) -> Path:
     try:
         import pooch  # optional
     except ImportError as error:
-        raise DualstoreError(f"{name}: give --data or $DUALSTORE_DATA, or let it be downloaded: pip install 'dualstore[demo]'") from error
+        raise DualstoreError(
+            f"{name}: give --data or $DUALSTORE_DATA, or let it be downloaded: pip install 'dualstore[demo]'"
+        ) from error
     try:
         cache = pooch.os_cache("dualstore") / name
         return Path(pooch.retrieve(_MIRRORS[name] + file, f"sha256:{_HASHES[name][file]}", fname=file, path=cache))

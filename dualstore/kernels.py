@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Float64
 from numpy import ndarray
+
+from dualstore.shapes import Float, Float64
 
 __all__ = ["dots", "dots64", "error_bound", "exact_dots"]
 
@@ -21,7 +22,7 @@ _PANEL_ROWS = 1024
 
 
 def exact_dots(keys: Float[ndarray, "n d"], query: Float[ndarray, "... d"]) -> Float64[ndarray, " n"]:
-    """alpha of each key: the float64 dot product with `query`, (d,) for all keys or (n, d) for one each."""
+    """Alpha of each key: the float64 dot product with `query`, (d,) for all keys or (n, d) for one each."""
     rows, width = keys.shape
     out = np.empty(rows)
     work = np.empty((min(rows, _EXACT_ROWS), width))
@@ -46,7 +47,7 @@ def _halve(sums: Float64[ndarray, "n d"]) -> None:
 
 
 def error_bound(width: int, dtype: Any) -> float:
-    """b with |dots(x, q) - exact_dots(x, q)| <= b |x| |q|, for any order of summation and with or without FMA.
+    """B with |dots(x, q) - exact_dots(x, q)| <= b |x| |q|, for any order of summation and with or without FMA.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5: gamma_d = d u / (1 - d u).
     """

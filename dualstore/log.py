@@ -24,9 +24,6 @@ from dualstore.schema import Column
 
 __all__ = ["Group", "Log", "Mapping", "Part"]
 
-_HEADER_BYTES = 1 << 16
-"""A page header longer than this is not mapped."""
-
 
 @dataclass(frozen=True)
 class Group:
@@ -156,9 +153,9 @@ class Mapping:
         end = start + chunk.total_compressed_size
         if not 4 <= start < end <= self._bytes.size - 8:
             raise DamagedError(f"{self.part.path}: column {column.name!r} of row group {group.index} lies outside the file")
-        window = memoryview(self._bytes)[start : min(end, start + _HEADER_BYTES)]
+        page = memoryview(self._bytes).cast("B")[start:end]
         levels = self.part.metadata.schema.column(leaf)
-        at = _page_values(window, end - start, chunk.num_values, levels.max_repetition_level, levels.max_definition_level)
+        at = _page_values(page, chunk.num_values, levels.max_repetition_level, levels.max_definition_level)
         if at is None or chunk.num_values != group.rows * column.row_width or end - start - at != size:
             return None
         return start + at, size
@@ -184,7 +181,9 @@ class Mapping:
         values = array.flatten()
         lengths = np.unique(array.value_lengths().to_numpy(zero_copy_only=False))
         if values.null_count or lengths.tolist() != [column.width]:
-            raise DamagedError(f"{where}: expected {column.width} values in every row, found {lengths.tolist()} and {values.null_count} nulls")
+            raise DamagedError(
+                f"{where}: expected {column.width} values in every row, found {lengths.tolist()} and {values.null_count} nulls"
+            )
         return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(-1, column.width)
 
 
@@ -224,29 +223,28 @@ class Log:
             yield run
 
 
-def _page_values(window: memoryview, size: int, count: int, repetition: int, definition: int) -> int | None:
-    """Offset of the values in a column chunk of `size` bytes whose only page is plain; None otherwise.
+def _page_values(chunk: memoryview, count: int, repetition: int, definition: int) -> int | None:
+    """Offset of the values in the bytes of a column chunk whose only page is plain; None otherwise.
 
-    `window` is the start of the chunk, `count` the number of values (nulls included) that the page must hold.
+    `count` is the number of values (nulls included) that the page must hold; the others are the column's highest levels.
     """
-    decoder = thrift.Decoder(window)
+    decoder = thrift.Decoder(chunk)
     try:
         header = decoder.struct()
-        if header.get(2) != header.get(3) or decoder.at + header[3] != size:
+        if header.get(2) != header.get(3) or decoder.at + header[3] != len(chunk):
             return None
         if header[1] == 0:
-            page = header[5]
+            page, encoding = header[5], header[5][2]
             at = decoder.at
             for _ in range((repetition > 0) + (definition > 0)):
-                at += 4 + struct.unpack_from("<I", window, at)[0]
+                at += 4 + struct.unpack_from("<I", chunk, at)[0]
         elif header[1] == 3:
-            page = header[8]
+            page, encoding = header[8], header[8][4]
             at = decoder.at + page[5] + page[6]
         else:
             return None
-        encoding = page[2] if header[1] == 0 else page[4]
         return at if page[1] == count and encoding == 0 else None
-    except (IndexError, KeyError, struct.error):
+    except (IndexError, KeyError, TypeError, struct.error):
         return None
 
 

@@ -109,6 +109,8 @@ class PartWriter:
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             self._write(_MAGIC, 0)
+            self._scalars: list[Mapping[str, NDArray[Any]]] = []
+            self._vectors: list[_Chunk] = []
             self._groups: list[list[thrift.Field]] = []
             self._norms: dict[str, list[float | None]] = {name: [] for name in self.nonfinite}
             self._open_group(len(_MAGIC))
@@ -122,10 +124,10 @@ class PartWriter:
         return sum(self.nonfinite.values())
 
     def append(self, scalars: Mapping[str, NDArray[Any]], vectors: Mapping[str, NDArray[Any]]) -> None:
-        """Adds rows: scalar columns of n values, which are kept and must not change, and vectors (n, width) of the column's
-        type, C-contiguous.
+        """Adds n rows.
 
-        Raises OSError where the disk is full; the part can then still be rolled back and finished.
+        Scalar columns have n values; they are kept and must not change. Vectors are (n, width), of the column's type and
+        C-contiguous. Raises OSError where the disk is full; the part can then still be rolled back and finished.
         """
         total = len(next(iter(scalars.values())))
         done = 0
@@ -146,7 +148,15 @@ class PartWriter:
         """A point that `rollback` can return to, as long as the part is open."""
         states = [(chunk.crc, chunk.max_square) for chunk in self._vectors]
         return Mark(
-            self.rows, self._group_at, self._filled, len(self._groups), self._vectors, states, self._scalars, len(self._scalars), dict(self.nonfinite)
+            self.rows,
+            self._group_at,
+            self._filled,
+            len(self._groups),
+            self._vectors,
+            states,
+            self._scalars,
+            len(self._scalars),
+            dict(self.nonfinite),
         )
 
     def rollback(self, mark: "Mark") -> None:
@@ -190,8 +200,7 @@ class PartWriter:
     def _open_group(self, at: int) -> None:
         self._group_at = at
         self._filled = 0
-        self._scalars: list[Mapping[str, NDArray[Any]]] = []
-        self._vectors: list[_Chunk] = []
+        self._scalars, self._vectors = [], []
         for column in self.columns:
             if column.width is not None:
                 values_at = _aligned(at + _levels_room(column, self.group_rows))
@@ -199,7 +208,7 @@ class PartWriter:
                 at = values_at + self.group_rows * column.row_bytes
 
     def _add(self, chunk: _Chunk, values: NDArray[Any]) -> None:
-        data = memoryview(values.reshape(-1)).cast("B")
+        data = values.reshape(-1).data.cast("B")
         self._write(data, chunk.values_at + self._filled * chunk.column.row_bytes)
         chunk.crc = isal_zlib.crc32(data, chunk.crc)
         square = float(np.vecdot(values, values).max())
@@ -259,7 +268,7 @@ class PartWriter:
             elements += _schema_elements(column)
         notes = {"ARROW:schema": base64.b64encode(schema.serialize().to_pybytes()).decode(), "dualstore": self._note()}
         pairs = [[(1, BINARY, key), (2, BINARY, value)] for key, value in notes.items()]
-        orders = [[(1, STRUCT, [])]] * len(self.columns)
+        orders: list[list[thrift.Field]] = [[(1, STRUCT, [])]] * len(self.columns)
         return thrift.encode(
             [
                 (1, I32, 2),

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, Float, Int64
 from numpy import ndarray
 from numpy.typing import ArrayLike
 
 from dualstore.errors import QueryError
 from dualstore.log import Group, Log, Mapping
 from dualstore.schema import Layer
+from dualstore.shapes import Bool, Float, Int64
 
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["Queries", "ProbeRows", "find_queries"]
+__all__ = ["ProbeRows", "Queries", "find_queries"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,11 @@ class ProbeRows:
 
     def scalars(self, name: str) -> ndarray:
         """A scalar column of these probes."""
-        return scalars(self.log, name)[self.row]
+        values: ndarray = scalars(self.log, name)[self.row]
+        return values
 
     def vectors(self, name: str, start: int = 0, stop: int | None = None) -> Float[ndarray, "p d"]:
-        """x or y of these probes, or of a range of them."""
+        """X or y of these probes, or of a range of them."""
         rows = self.row[start:stop]
         column = next(column for column in self.log.columns if column.name == name)
         out = np.empty((len(rows), column.row_width), column.dtype)
@@ -79,7 +80,7 @@ def find_queries(
         raise QueryError("query: expected either a vector x or a test_id, found " + ("neither" if x is None else "both"))
     if x is not None:
         return _given(store, layer, x)
-    single = np.ndim(test_id) == 0
+    single = isinstance(test_id, int | np.integer)
     ids = np.atleast_1d(np.asarray(test_id))
     if ids.dtype.kind not in "iu" or not len(ids):
         raise QueryError(f"test_id: expected whole numbers, found {test_id!r}")

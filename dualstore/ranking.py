@@ -35,17 +35,16 @@ def rank_patterns(
         columns["group"] = pa.array([select.values[code] for code in ranking.code], select.value_type)
     columns |= {"rank": ranking.rank, "alpha": ranking.alpha}
     columns |= {name: rows.column(name) for name in ROW_COLUMNS}
-    if "task" in columns:
-        columns["task"] = rows.column("task").cast(pa.string())
-    table = _by_group(pa.table(columns), queries, ranking.query, per, select.values, ranking.code)
+    columns["task"] = pa.array(rows.column("task").to_pylist(), pa.string())
+    table = _by_group(pa.table(columns), ranking.query, per, select.values, ranking.code)
     shown = f"{'bottom' if bottom else 'top'} {top}" + (f" per {per}" if per else "") + (f" where {where}" if where else "")
     return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}")
 
 
-def _by_group(table: pa.Table, queries: Queries, query: Any, per: str | None, values: list[Any], codes: Any) -> pa.Table:
+def _by_group(table: pa.Table, query: Any, per: str | None, values: list[Any], codes: Any) -> pa.Table:
     """Groups in the order of their values, NULL last; `top_k` numbers them as they appear."""
     if per is None:
         return table
     place = {code: rank for rank, code in enumerate(sorted(range(len(values)), key=lambda c: (values[c] is None, values[c])))}
-    order = np.lexsort((np.arange(len(codes)), [place[code] for code in codes], query))
+    order = np.lexsort((np.arange(len(codes)), np.array([place[code] for code in codes], np.int64), query))
     return table.take(pa.array(order))

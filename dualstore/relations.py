@@ -43,7 +43,7 @@ def run_sql(store: "Store", text: str, layer: Layer | None, query: ndarray | Non
     database = Database(budget_bytes=store.options.budget_bytes, threads=store.options.threads)
     names = store.info_file.tasks
     database.register("tasks", pa.table({"task": pa.array(range(len(names)), pa.int32()), "name": pa.array(names, pa.string())}))
-    database.register("epochs", store.steps.epochs)
+    database.register("epochs", pa.table({"step": store.steps.numbers, "epoch": store.steps.epochs}))
     database.register("steps", store.steps.table)
     for folder, empty in _EMPTY.items():
         paths = store.part_paths(folder)

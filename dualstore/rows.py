@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Int64
 from numpy import ndarray
 
 from dualstore.log import Group, Log, Mapping
+from dualstore.shapes import Int64
 from dualstore.steps import Steps
 
 __all__ = ["ROW_COLUMNS", "Labelling", "Selection", "Selector"]
 
 ROW_COLUMNS = ("step", "epoch", "sample_id", "position", "label", "task")
 """Columns that `where` and group expressions may use."""
+
+_STORED = {"step": np.int32, "sample_id": np.int64, "position": np.int32, "label": np.int32, "task": np.int32}
 
 
 @dataclass(frozen=True)
@@ -31,34 +33,28 @@ class Labelling:
 
     def take(self, log: Log, rows: Int64[ndarray, " n"]) -> pa.Table:
         """The row columns of the given row numbers, in their order."""
-        firsts = np.array([group.first for group in log.groups], np.int64)
-        owners = np.searchsorted(firsts, rows, side="right") - 1
-        pieces, places = [], []
+        columns = {name: np.zeros(len(rows), wide) for name, wide in _STORED.items()}
+        owners = np.searchsorted([group.first for group in log.groups], rows, side="right") - 1
         for owner in np.unique(owners):
-            group = log.groups[owner]
-            mine = np.flatnonzero(owners == owner)
-            pieces.append(self.of_group(Mapping(group.part), group).take(pa.array(rows[mine] - group.first)))
-            places.append(mine)
-        if not pieces:
-            return self.empty()
-        return pa.concat_tables(pieces).take(pa.array(np.argsort(np.concatenate(places))))
+            group, mine = log.groups[owner], np.flatnonzero(owners == owner)
+            mapping = Mapping(group.part)
+            for name, column in columns.items():
+                column[mine] = mapping.array(group, name)[rows[mine] - group.first]
+        return self._build(**columns)
 
     def of_group(self, mapping: Mapping, group: Group) -> pa.Table:
         """The row columns of one row group."""
-        names = ("step", "sample_id", "position", "label", "task")
-        step, sample_id, position, label, task = (mapping.array(group, name) for name in names)
-        return self._build(step, sample_id, position, label, task)
-
-    def _build(self, step: ndarray, sample_id: ndarray, position: ndarray, label: ndarray, task: ndarray) -> pa.Table:
-        missing = (task < 0) | (task >= len(self.tasks))
-        named = pa.DictionaryArray.from_arrays(pa.array(task, mask=missing), pa.array(self.tasks, pa.string()))
-        columns = [step, self.steps.epoch_of(step), sample_id, position, label]
-        return pa.table([pa.array(column) for column in columns] + [named], names=list(ROW_COLUMNS))
+        return self._build(**{name: mapping.array(group, name) for name in _STORED})
 
     def empty(self) -> pa.Table:
         """No rows."""
-        narrow, wide = np.zeros(0, np.int32), np.zeros(0, np.int64)
-        return self._build(narrow, wide, narrow, narrow, narrow)
+        return self._build(**{name: np.zeros(0, dtype) for name, dtype in _STORED.items()})
+
+    def _build(self, *, step: ndarray, sample_id: ndarray, position: ndarray, label: ndarray, task: ndarray) -> pa.Table:
+        missing = (task < 0) | (task >= len(self.tasks))
+        named = pa.DictionaryArray.from_arrays(pa.array(task, mask=missing), pa.array(self.tasks, pa.string()))
+        columns = [step, self.steps.epoch_of(step), sample_id, position, label]
+        return pa.table([*map(pa.array, columns), named], names=list(ROW_COLUMNS))
 
 
 @dataclass(frozen=True)

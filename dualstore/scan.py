@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Int64
 from numpy import ndarray
 
 from dualstore.kernels import dots, error_bound, exact_dots
 from dualstore.log import Group, Log, Mapping
 from dualstore.part import upper_norm
 from dualstore.rows import Selection, Selector
+from dualstore.shapes import Bool, Float, Float64, Int64
 
 __all__ = ["Options", "Piece", "Ranking", "pieces", "top_k"]
 
@@ -200,7 +200,8 @@ class _Best:
         """`cut` for each row's own group."""
         self._grow(int(codes.max(initial=0)) + 1)
         cuts = (self._kth * self._scale - self._error(norm)).astype(dtype)
-        return np.nextafter(cuts, -np.inf, dtype=dtype)[codes]
+        lowered: ndarray = np.nextafter(cuts, -np.inf, dtype=dtype)[codes]
+        return lowered
 
     def add(self, piece: Piece, index: Int64[ndarray, " c"]) -> None:
         """Scores some of the piece's selected rows exactly and keeps those that are among the best."""

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy import ndarray
 from numpy.typing import NDArray
 
 from dualstore.errors import DamagedError
+from dualstore.shapes import Bool, Int32, Int64
 
 __all__ = ["STEPS_SCHEMA", "Steps"]
 
@@ -38,67 +40,81 @@ STEPS_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Steps:
-    """The rows of all `steps/` parts in step order. Held whole: a few hundred bytes a step, nothing per pattern."""
+    """The rows of all `steps/` parts. Held whole: a few hundred bytes a step, nothing for each pattern."""
 
     table: pa.Table
+    """Columns as in STEPS_SCHEMA, in the order of the parts."""
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "Steps":
         """Raises DamagedError where a part cannot be read or lacks a column."""
-        tables = [STEPS_SCHEMA.empty_table()]
-        for path in paths:
-            try:
-                tables.append(pq.read_table(path).select(STEPS_SCHEMA.names).cast(STEPS_SCHEMA))
-            except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-                reason = str(error).splitlines()[0]
-                raise DamagedError(f"{path}: expected the columns of a steps part, found {reason}") from error
-        return cls(pa.concat_tables(tables).sort_by([("step", "ascending"), ("group", "ascending")]))
+        return cls(pa.concat_tables([STEPS_SCHEMA.empty_table(), *map(_read_part, paths)]))
 
     @cached_property
-    def numbers(self) -> NDArray[np.int32]:
+    def _order(self) -> Int64[ndarray, " r"]:
+        """Row numbers by step and group."""
+        order: ndarray = np.lexsort((_numpy(self.table, "group"), _numpy(self.table, "step")))
+        return order
+
+    @cached_property
+    def _first_rows(self) -> Int64[ndarray, " s"]:
+        """The first row of each step."""
+        first: ndarray = self._order[np.unique(self._column("step"), return_index=True)[1]]
+        return first
+
+    @cached_property
+    def numbers(self) -> Int32[ndarray, " s"]:
         """The step numbers, ascending, each once."""
-        return np.unique(self._column("step"))
+        return _numpy(self.table, "step")[self._first_rows]
 
     @cached_property
-    def _first_rows(self) -> NDArray[np.int64]:
-        return np.unique(self._column("step"), return_index=True)[1]
+    def epochs(self) -> Int32[ndarray, " s"]:
+        """The epoch of each step number."""
+        return _numpy(self.table, "epoch")[self._first_rows]
 
-    def epoch_of(self, steps: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Epoch of each step number; -1 for steps that are not in the log."""
+    def epoch_of(self, steps: Int32[ndarray, " n"]) -> Int32[ndarray, " n"]:
+        """Epoch of each of the given steps; -1 for those that are not in the log."""
         if not len(self.numbers):
             return np.full(len(steps), -1, np.int32)
-        epochs = self._column("epoch")[self._first_rows]
         at = np.minimum(np.searchsorted(self.numbers, steps), len(self.numbers) - 1)
-        found: NDArray[np.int32] = np.where(self.numbers[at] == steps, epochs[at], -1).astype(np.int32)
+        found: ndarray = np.where(self.numbers[at] == steps, self.epochs[at], np.int32(-1))
         return found
-
-    @cached_property
-    def epochs(self) -> pa.Table:
-        """step and epoch, one row a step."""
-        return self.table.select(["step", "epoch"]).take(pa.array(self._first_rows))
 
     def group(self, group: int) -> dict[str, NDArray[Any]]:
         """Scalar columns of one parameter group, in step order. Raises DamagedError where a step lacks the group."""
-        mine = self.table.filter(pa.array(self._column("group") == group))
-        if not np.array_equal(_numpy(mine, "step"), self.numbers):
-            raise DamagedError(f"steps: expected one row of parameter group {group} for each step, found {mine.num_rows}")
-        return {name: _numpy(mine, name) for name in STEPS_SCHEMA.names if name not in ("rows", "idle")}
+        mine = self._column("group") == group
+        found = {name: self._column(name)[mine] for name in STEPS_SCHEMA.names if name not in ("rows", "idle")}
+        if not np.array_equal(found["step"], self.numbers):
+            raise DamagedError(f"steps: expected one row of parameter group {group} for each step, found {mine.sum()}")
+        return found
 
-    def rows_per_step(self, layers: int) -> NDArray[np.int64]:
-        """(steps, layers): how many patterns each step wrote to each layer."""
-        lists = self.table.column("rows").take(pa.array(self._first_rows)).to_pylist()
-        counts = np.zeros((len(lists), layers), np.int64)
-        for row, found in zip(counts, lists, strict=True):
-            row[: len(found)] = found
+    def rows_per_step(self, layers: int) -> Int64[ndarray, "s layers"]:
+        """How many patterns each step wrote to each layer."""
+        counts = np.zeros((len(self.numbers), layers), np.int64)
+        for row, found in zip(counts, self._lists("rows"), strict=True):
+            row[: len(found)] = found[:layers]
         return counts
 
-    def idle(self, layer: int) -> NDArray[np.bool_]:
+    def idle(self, layer: int) -> Bool[ndarray, " s"]:
         """For each step number whether the layer had no gradient, so that the optimiser passed it over."""
-        lists = self.table.column("idle").take(pa.array(self._first_rows)).to_pylist()
-        return np.array([layer in found for found in lists], dtype=bool)
+        return np.array([layer in found for found in self._lists("idle")], dtype=bool)
+
+    def _lists(self, name: str) -> list[list[int]]:
+        lists = self.table.column(name).to_pylist()
+        return [lists[row] for row in self._first_rows]
 
     def _column(self, name: str) -> NDArray[Any]:
-        return _numpy(self.table, name)
+        return _numpy(self.table, name)[self._order]
+
+
+def _read_part(path: Path) -> pa.Table:
+    try:
+        with pq.ParquetFile(path) as file:  # `pq.read_table` would import pyarrow.dataset first
+            table = file.read().select(STEPS_SCHEMA.names)
+        return table if table.schema.equals(STEPS_SCHEMA) else table.cast(STEPS_SCHEMA)
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DamagedError(f"{path}: expected the columns of a steps part, found {reason}") from error
 
 
 def _numpy(table: pa.Table, name: str) -> NDArray[Any]:

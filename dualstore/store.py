@@ -6,10 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dualstore.errors import DualstoreWarning, QueryError, StoreError
+from dualstore.errors import DualstoreWarning, QueryError
 from dualstore.log import Log
 from dualstore.probes import find_queries
 from dualstore.ranking import rank_patterns
@@ -138,7 +137,13 @@ class Store:
         return count_votes(self, layers, where=where)
 
     def sql(
-        self, text: str, *, layer: int | str | None = None, test_id: int | None = None, x: ArrayLike | None = None, position: int | None = None
+        self,
+        text: str,
+        *,
+        layer: int | str | None = None,
+        test_id: int | None = None,
+        x: ArrayLike | None = None,
+        position: int | None = None,
     ) -> Result:
         """The result of SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention.
 

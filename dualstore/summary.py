@@ -20,7 +20,6 @@ def describe(store: "Store") -> dict[str, Any]:
     """See `Store.info`."""
     info = store.info_file
     layers = [_describe_layer(store, layer) for layer in store.layers]
-    epochs = store.steps.epochs.column("epoch").to_numpy()
     probes = store.probes(store.layers[0])
     return {
         "path": str(store.path),
@@ -31,7 +30,7 @@ def describe(store: "Store") -> dict[str, Any]:
         "optimizer": info.optimizer,
         "exact": info.exact,
         "steps": len(store.steps.numbers),
-        "epochs": len(np.unique(epochs)),
+        "epochs": len(np.unique(store.steps.epochs)),
         "complete_to_step": store.last_step,
         "rows": sum(layer["rows"] for layer in layers),
         "bytes": sum(path.stat().st_size for path in store.path.rglob("*") if path.is_file()),

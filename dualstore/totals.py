@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float64, Int32
 from numpy import ndarray
 
 from dualstore.kernels import dots64, exact_dots
@@ -15,6 +14,7 @@ from dualstore.result import Result
 from dualstore.rows import Selector
 from dualstore.scan import RUN_ROWS, pieces
 from dualstore.schema import Layer
+from dualstore.shapes import Float64, Int32
 
 if TYPE_CHECKING:
     from dualstore.store import Store

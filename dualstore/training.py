@@ -72,8 +72,9 @@ class Report:
 
 
 def prepare(images: ImageSet, *, task: str, number: int = 0, kept: int | None = KEPT_TRAINING_IMAGES) -> Data:
-    """The tensors of an image set. `number` keeps the ids of several sets in one store apart: they start at number * 10^6
-    (10^5 for test ids).
+    """The tensors of an image set.
+
+    `number` keeps the ids of several sets in one store apart: they start at number * 10^6, test ids at number * 10^5.
     """
     train = torch.from_numpy(images.train[:kept].copy())
     mean, std = float(train.float().mean()), float(train.float().std())
@@ -113,9 +114,7 @@ def run_phases(path: Path, phases: Sequence[Phase], settings: Settings, *, progr
 
 
 def _mlp(pixels: int, hidden: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(pixels, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
-    )
+    return nn.Sequential(nn.Linear(pixels, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def _train(

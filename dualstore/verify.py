@@ -141,7 +141,7 @@ def _residuals(store: "Store", layer: Layer, probes: int, found: Verification) -
 
 
 def _final_probes(store: "Store", layer: Layer, probes: int) -> tuple[ndarray, ndarray]:
-    """x and y, float64, of probes that were recorded after the last step."""
+    """X and y, float64, of probes that were recorded after the last step."""
     rows = ProbeRows.of(store.probes(layer))
     rows = rows.select(rows.scalars("step") == store.last_step + 1)
     spread = np.unique(np.linspace(0, len(rows.row) - 1, min(probes, len(rows.row))).round().astype(np.int64))

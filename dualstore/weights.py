@@ -1,6 +1,6 @@
 """Weights: those that training started and ended with, and those rebuilt from the log.
 
-    W_T = a W_0 + q b_0 + sum_t c_t e_t x_t^T       b_T the same with x = 1
+W_T = a W_0 + q b_0 + sum_t c_t e_t x_t^T       b_T the same with x = 1
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float64
 from numpy import ndarray
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -19,6 +18,7 @@ from dualstore.coefficients import Coefficients, sgd_coefficients
 from dualstore.errors import DamagedError, InexactError, StoreError
 from dualstore.log import Mapping
 from dualstore.schema import Layer
+from dualstore.shapes import Float64
 
 if TYPE_CHECKING:
     from dualstore.store import Store
@@ -66,12 +66,16 @@ def rebuild(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"]) -> D
     """
     if not store.info_file.exact:
         raise InexactError(
-            f"{store.path}: values need the optimiser's coefficients, known for torch.optim.SGD, not for {store.info_file.optimizer}; "
+            f"{store.path}: values need the optimiser's coefficients: known for torch.optim.SGD, "
+            f"not for {store.info_file.optimizer}; "
             "attention (query, totals, votes) is exact all the same"
         )
     start = store.weights("initial")
     parts = {}
-    for kind, group, shape in (("weight", layer.weight_group, (layer.d_out, layer.d_in)), ("bias", layer.bias_group, (layer.d_out,))):
+    for kind, group, shape in (
+        ("weight", layer.weight_group, (layer.d_out, layer.d_in)),
+        ("bias", layer.bias_group, (layer.d_out,)),
+    ):
         buffer = start.get(f"{layer.name}.{kind}.momentum_buffer")
         coefficients = sgd_coefficients(store.steps, layer, group, buffered=buffer is not None)
         parts[kind] = (coefficients, _initial(start, f"{layer.name}.{kind}", shape, coefficients, buffer))

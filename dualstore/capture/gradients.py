@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Change", "GradientWatch", "common_factor"]
@@ -30,7 +29,7 @@ class Change:
 
     @property
     def products(self) -> tuple[float, float, float]:
-        """now . now, now . before and before . before; zeros where one is missing."""
+        """Now . now, now . before and before . before; zeros where one is missing."""
         if self.before is None or self.now is None:
             return 0.0, 0.0, 0.0
         before, now = (tensor.to("cpu", torch.float64).numpy() for tensor in (self.before, self.now))
@@ -58,7 +57,7 @@ def common_factor(changes: Iterable[Change]) -> tuple[float, bool]:
 class GradientWatch:
     """Watches the gradients of some parameters from backward to step."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._before: dict[int, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
 
@@ -67,7 +66,7 @@ class GradientWatch:
         for handle in self._handles:
             handle.remove()
 
-    def change(self, parameter: nn.Parameter) -> Change:
+    def change(self, parameter: torch.Tensor) -> Change:
         """What became of a gradient since backward."""
         now = None if parameter.grad is None else _sample(parameter.grad).clone()
         return Change(self._before.get(id(parameter)), now)

@@ -47,7 +47,7 @@ def find_layers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Found:
 def _linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     # MultiheadAttention multiplies by its projections' weights itself; hooks on them never fire.
     inside = {id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules()}
-    return [(name, m) for name, m in model.named_modules() if _is_plain_linear(m) and id(m) not in inside]  # type: ignore[misc]
+    return [(name, m) for name, m in model.named_modules() if _is_plain_linear(m) and id(m) not in inside]
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int32, Int64
 from numpy import ndarray
 
 from dualstore.errors import RecordError
 from dualstore.schema import NO_LABEL
+from dualstore.shapes import Int32, Int64
 
 __all__ = ["Claim", "EpochCounter", "Names", "TaskCodes"]
 

@@ -4,7 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -238,8 +238,8 @@ class Recorder:
     def _hook(self) -> list[Any]:
         handles: list[Any] = [self._model.register_forward_hook(self._model_called)]
         for layer in self._found.layers:
-            for module in self._found.modules[layer.number]:
-                handles.append(module.register_forward_hook(partial(self._layer_called, layer), with_kwargs=True))
+            hook = partial(self._layer_called, layer)
+            handles += [module.register_forward_hook(hook, with_kwargs=True) for module in self._found.modules[layer.number]]
         handles.append(self._optimizer.register_step_pre_hook(self._before_step))
         handles.append(self._optimizer.register_step_post_hook(self._after_step))
         return handles
@@ -312,7 +312,9 @@ class Recorder:
             if self._batches[layer.number] and changes[0].lost:
                 self._drop(layer)
             elif not self._batches[layer.number] and changes[0].products[0] > 0:
-                self._problem(f"layer {layer.name!r} has a gradient but its forward pass was not seen; its values will not be exact")
+                self._problem(
+                    f"layer {layer.name!r} has a gradient but its forward pass was not seen; its values will not be exact"
+                )
         batches = list({id(batch): batch for some in self._batches.values() for batch in some}.values())
         for some in self._batches.values():
             some.clear()
@@ -326,11 +328,15 @@ class Recorder:
         self._writer.end_step([{**common, **group, **self._clip(index, taken)} for index, group in enumerate(taken.groups)])
         if self._writer.nonfinite_rows and not self._nonfinite_seen:
             self._nonfinite_seen = True
-            self._notices.append(f"NaN or infinity among the recorded keys or errors since step {step}; such rows are stored and counted")
+            self._notices.append(
+                f"NaN or infinity among the recorded keys or errors since step {step}; such rows are stored and counted"
+            )
 
     def _clip(self, group: int, taken: _Taken) -> dict[str, Any]:
         """Number and clip factor of a parameter group."""
-        pairs = [pair for some, changes in zip(self._watched, taken.changes, strict=True) for pair in zip(some, changes, strict=True)]
+        pairs = [
+            pair for some, changes in zip(self._watched, taken.changes, strict=True) for pair in zip(some, changes, strict=True)
+        ]
         factor, edited = common_factor(change for parameter, change in pairs if self._group_of[id(parameter)] == group)
         if edited:
             self._problem(
@@ -380,7 +386,9 @@ class Recorder:
         until = self._writer.flushed_step
         kept = f"complete up to step {until}" if until >= 0 else "without a complete step"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return RecordError(f"{self._writer.root}: writing failed: {reason}; recording has stopped, the store stays readable, {kept}")
+        return RecordError(
+            f"{self._writer.root}: writing failed: {reason}; recording has stopped, the store stays readable, {kept}"
+        )
 
     def _save_notes(self, status: Any) -> None:
         tasks, problems = tuple(self._tasks.names), tuple(self._problems)
@@ -410,7 +418,7 @@ class Recorder:
 
     # What is recorded
 
-    def _watched_of(self, layer: Layer) -> list[nn.Parameter]:
+    def _watched_of(self, layer: Layer) -> list[torch.Tensor]:
         """One parameter of the layer for each parameter group, the bias where it serves: it is small and dense."""
         module = self._found.modules[layer.number][0]
         if layer.bias_group == layer.weight_group:

@@ -1,0 +1,78 @@
+"""What the benchmarks share: the machine in words, medians, temporary folders, dropping files from the page cache."""
+
+import argparse
+import contextlib
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def machine() -> str:
+    """The machine in one line."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
+    )
+    return f"{os.cpu_count()} cores {model or platform.machine()}, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def seconds(
+    work: Callable[[], object], runs: int = 5, warm: bool = True, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Wall seconds of several runs, after one that is not counted if `warm`; `before` runs uncounted before each."""
+    if warm:
+        work()
+    times = []
+    for _ in range(runs):
+        before()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def spread(times: list[float], unit: float = 1.0) -> str:
+    """Median and range."""
+    return f"{statistics.median(times) * unit:.4g} ({min(times) * unit:.4g}..{max(times) * unit:.4g})"
+
+
+@contextlib.contextmanager
+def work_folder(given: Path | None = None) -> Iterator[Path]:
+    """A folder for stores that is removed at the end; `given` is kept."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+        return
+    folder = Path(tempfile.mkdtemp(prefix="dualstore-bench-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def drop_cache(paths: list[Path]) -> None:
+    """Writes files back and takes them out of the page cache; they must not be mapped."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process."""
+    return next(
+        int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")
+    )
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks of the MNIST run share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", type=Path, default=None, help="folder with the IDX files; also $DUALSTORE_DATA")
+    return parser

@@ -1,0 +1,99 @@
+"""Questions: query, totals, votes, sql."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .options import (
+    budget_options,
+    layer_of,
+    open_from,
+    output_option,
+    query_options,
+    query_vector,
+    store_option,
+    where_option,
+)
+from .output import print_result
+
+__all__ = ["query", "sql", "totals", "votes"]
+
+_SAME_AS_TOP = 0
+
+
+@click.command()
+@store_option
+@query_options
+@click.option(
+    "--top", type=click.IntRange(min=1), default=20, show_default=True, help="How many patterns, for each query and group."
+)
+@click.option("--bottom", is_flag=False, flag_value=_SAME_AS_TOP, type=click.IntRange(min=0), metavar="[N]",
+              help="The smallest alpha instead: N of them, or as many as --top.")  # fmt: skip
+@where_option
+@click.option("--per", help="SQL expression: the best of each of its values, e.g. label.")
+@budget_options
+@output_option
+def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, top: int,
+          bottom: int | None, where: str | None, per: str | None, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+    """The training patterns with the largest alpha: whose key is most like the query.
+
+    Exact and ordered: ties by step, sample_id, position.
+    """
+    result = open_from(store, memory_mb, threads).query(
+        layer=layer_of(layer), position=position, top=bottom or top, bottom=bottom is not None, where=where, per=per,
+        **query_vector(test_ids, vector),
+    )  # fmt: skip
+    print_result(result, output)
+
+
+@click.command()
+@store_option
+@query_options
+@click.option(
+    "--by", default="label", show_default=True, help="SQL expressions to group by, e.g. label,task or 'epoch // 2 AS half'."
+)
+@click.option("--abs", "absolute", is_flag=True, help="Sum |alpha|.")
+@click.option("--paper", is_flag=True, help="The paper's rule: |alpha| at the first layer, alpha at the others.")
+@where_option
+@budget_options
+@output_option
+def totals(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, by: str,
+           absolute: bool, paper: bool, where: str | None, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+    """Sums of alpha over groups of training patterns, largest first."""
+    result = open_from(store, memory_mb, threads).totals(
+        layer=layer_of(layer), position=position, by=by, absolute=absolute, paper=paper, where=where,
+        **query_vector(test_ids, vector),
+    )  # fmt: skip
+    print_result(result, output)
+
+
+@click.command()
+@store_option
+@click.option("--layer", help="Layer number or name; by default all.")
+@where_option
+@budget_options
+@output_option
+def votes(store: Path, layer: str | None, where: str | None, memory_mb: int, threads: int, output: str) -> None:
+    """How well the label with the largest total predicts, over all probes: the paper's table."""
+    chosen = None if layer is None else layer_of(layer)
+    result = open_from(store, memory_mb, threads).votes(chosen, where=where)
+    print_result(result, output, percent=("target_accuracy", "output_accuracy"))
+
+
+@click.command()
+@click.argument("text", metavar="SQL")
+@store_option
+@click.option("--layer", help="With a query: layer of the relation `attention`.")
+@click.option("--test-id", type=int, help="Query of the relation `attention`: a recorded test example.")
+@click.option("--vector", type=click.Path(path_type=Path), help="Query of the relation `attention`: a .npy file.")
+@click.option("--position", type=int, help="Position of the test example's row; by default the last.")
+@budget_options
+@output_option
+def sql(text: str, store: Path, layer: str | None, test_id: int | None, vector: Path | None, position: int | None,
+        memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+    """SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention."""
+    asked: dict[str, Any] = query_vector(() if test_id is None else (test_id,), vector)
+    chosen = None if layer is None else layer_of(layer)
+    result = open_from(store, memory_mb, threads).sql(text, layer=chosen, position=position, **asked)
+    print_result(result, output)

@@ -1,0 +1,85 @@
+"""Options that several commands share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+
+import dualstore
+from dualstore.errors import QueryError
+
+__all__ = [
+    "budget_options",
+    "layer_of",
+    "open_from",
+    "output_option",
+    "query_options",
+    "query_vector",
+    "store_option",
+    "where_option",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _stack(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+store_option = click.option(
+    "--store", type=click.Path(path_type=Path), default="store", envvar="DUALSTORE_STORE", show_default=True,
+    help="The store's folder; also $DUALSTORE_STORE.",
+)  # fmt: skip
+
+output_option = _stack(
+    click.option("--json", "output", flag_value="json", help="Print JSON."),
+    click.option("--csv", "output", flag_value="csv", help="Print CSV."),
+    click.option("--table", "output", flag_value="table", default=True, help="Print a table (the default)."),
+)
+
+budget_options = _stack(
+    click.option("--memory", "memory_mb", type=click.IntRange(min=1), default=256, show_default=True,
+                 help="Memory in MB that a scan may take; mapped file pages are the system's."),
+    click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True,
+                 help="Threads for products of several queries."),
+)  # fmt: skip
+
+query_options = _stack(
+    click.option("--test-id", "test_ids", type=int, multiple=True, help="A recorded test example; may be given several times."),
+    click.option(
+        "--vector", type=click.Path(path_type=Path), help="A .npy file with the query, (d,) or (m, d), instead of --test-id."
+    ),
+    click.option("--layer", required=True, help="Layer number or name."),
+    click.option("--position", type=int, help="Position of the test example's row at this layer; by default the last."),
+)
+
+where_option = click.option("--where", help="SQL condition on step, epoch, sample_id, position, label, task.")
+
+
+def open_from(store: Path, memory_mb: int = 256, threads: int = 2) -> dualstore.Store:
+    """The store a command works on."""
+    return dualstore.open(store, budget_bytes=memory_mb << 20, threads=threads)
+
+
+def query_vector(test_ids: tuple[int, ...], vector: Path | None) -> dict[str, Any]:
+    """`test_id` or `x` of a question, as the library takes them."""
+    if vector is None:
+        return {"test_id": test_ids[0] if len(test_ids) == 1 else list(test_ids) or None}
+    if test_ids:
+        raise click.UsageError("give --test-id or --vector, not both")
+    try:
+        return {"x": np.load(vector, allow_pickle=False)}
+    except (OSError, ValueError) as error:
+        raise QueryError(f"{vector}: expected a .npy file of numbers, found {error}") from error
+
+
+def layer_of(text: str) -> int | str:
+    """A layer as the library takes it: digits are a number."""
+    return int(text) if text.isdecimal() else text
