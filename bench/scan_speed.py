@@ -89,7 +89,9 @@ def main() -> None:
         cold = seconds(lambda: scan(1), runs=3, warm=False, before=lambda: drop_cache(paths))
         print(f"  cold  dd of the same files {spread(read)} s, {total / statistics.median(read) / 1e9:.2f} GB/s")
         rate = size / statistics.median(cold)
-        print(f"  cold  one query {spread(cold)} s, {rate:.2f} GB/s of keys: {rate * statistics.median(read) / total * 1e9:.2f} x dd")
+        print(
+            f"  cold  one query {spread(cold)} s, {rate:.2f} GB/s of keys: {rate * statistics.median(read) / total * 1e9:.2f} x dd"
+        )
 
 
 def _keys(group: object) -> np.ndarray:
