@@ -65,12 +65,14 @@ class Steps:
     @cached_property
     def numbers(self) -> Int32[ndarray, " s"]:
         """The step numbers, ascending, each once."""
-        return _numpy(self.table, "step")[self._first_rows]
+        found: ndarray = _numpy(self.table, "step")[self._first_rows]
+        return found
 
     @cached_property
     def epochs(self) -> Int32[ndarray, " s"]:
         """The epoch of each step number."""
-        return _numpy(self.table, "epoch")[self._first_rows]
+        found: ndarray = _numpy(self.table, "epoch")[self._first_rows]
+        return found
 
     def epoch_of(self, steps: Int32[ndarray, " n"]) -> Int32[ndarray, " n"]:
         """Epoch of each of the given steps; -1 for those that are not in the log."""
@@ -104,7 +106,8 @@ class Steps:
         return [lists[row] for row in self._first_rows]
 
     def _column(self, name: str) -> NDArray[Any]:
-        return _numpy(self.table, name)[self._order]
+        found: ndarray = _numpy(self.table, name)[self._order]
+        return found
 
 
 def _read_part(path: Path) -> pa.Table:
