@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from dualstore import thrift
 from dualstore.schema import Column
+from dualstore.spool import PAGE, Run, Spool
 from dualstore.thrift import BINARY, I32, I64, LIST, STRUCT
 
 __all__ = ["PartWriter", "arrow_schema", "group_rows_for", "sync_directory", "upper_norm"]
@@ -67,6 +68,7 @@ class _Chunk:
 
     column: Column
     values_at: int
+    run: Run | None
     crc: int = 0
     max_square: float = 0.0
 
@@ -98,7 +100,8 @@ class PartWriter:
     Not safe for several threads at once.
     """
 
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+    def __init__(self, path: Path, columns: Sequence[Column], spool: Spool | None = None) -> None:
+        """Vectors go through `spool` where one is given."""
         self.path = path
         self.columns = tuple(columns)
         self.group_rows = group_rows_for(columns)
@@ -107,6 +110,8 @@ class PartWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._spool = spool
+        self._direct = self._file if spool is None else _open_direct(self._temporary, self._file)
         try:
             self._write(_MAGIC, 0)
             self._scalars: list[Mapping[str, NDArray[Any]]] = []
@@ -162,10 +167,14 @@ class PartWriter:
     def rollback(self, mark: "Mark") -> None:
         """Forgets all rows appended since `mark`, also after a failed append."""
         self.rows, self._group_at, self._filled = mark.rows, mark.group_at, mark.filled
+        if self._vectors is not mark.vectors:
+            self._drop_runs()
         self._vectors, self._scalars = mark.vectors, mark.scalars
         self.nonfinite = dict(mark.nonfinite)
         for chunk, (crc, max_square) in zip(mark.vectors, mark.states, strict=True):
             chunk.crc, chunk.max_square = crc, max_square
+            if chunk.run is not None:
+                chunk.run.seek(mark.filled * chunk.column.row_bytes)
         del self._scalars[mark.pieces :]
         del self._groups[mark.groups :]
         for norms in self._norms.values():
@@ -174,6 +183,7 @@ class PartWriter:
     def finish(self) -> None:
         """Closes the last row group and writes the footer. Raises OSError where the disk is full."""
         end = self._close_group() if self._filled else self._group_at
+        self._drop_runs()
         footer = self._footer()
         tail = footer + len(footer).to_bytes(4, "little") + _MAGIC
         self._write(tail, end)
@@ -182,14 +192,24 @@ class PartWriter:
     def publish(self) -> None:
         """Syncs the finished part and gives it its name."""
         os.fsync(self._file)
-        os.close(self._file)
+        self._close_files()
         os.rename(self._temporary, self.path)
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
         """Gives the part up; nothing of it stays on disk."""
-        os.close(self._file)
+        self._drop_runs()
+        self._close_files()
         self._temporary.unlink(missing_ok=True)
+
+    def _close_files(self) -> None:
+        for file in {self._file, self._direct}:
+            os.close(file)
+
+    def _drop_runs(self) -> None:
+        for chunk in self._vectors:
+            if chunk.run is not None:
+                chunk.run.drop()
 
     def _write(self, data: Any, at: int) -> None:
         view = memoryview(data).cast("B")
@@ -203,13 +223,17 @@ class PartWriter:
         self._scalars, self._vectors = [], []
         for column in self.columns:
             if column.width is not None:
-                values_at = _aligned(at + _levels_room(column, self.group_rows))
-                self._vectors.append(_Chunk(column, values_at))
+                values_at = _aligned(at + _levels_room(column, self.group_rows), ALIGNMENT if self._spool is None else PAGE)
+                run = None if self._spool is None else Run(self._spool, self._file, self._direct, values_at)
+                self._vectors.append(_Chunk(column, values_at, run))
                 at = values_at + self.group_rows * column.row_bytes
 
     def _add(self, chunk: _Chunk, values: NDArray[Any]) -> None:
         data = values.reshape(-1).data.cast("B")
-        self._write(data, chunk.values_at + self._filled * chunk.column.row_bytes)
+        if chunk.run is None:
+            self._write(data, chunk.values_at + self._filled * chunk.column.row_bytes)
+        else:
+            chunk.run.append(data)
         chunk.crc = isal_zlib.crc32(data, chunk.crc)
         square = float(np.vecdot(values, values).max())
         if not square < np.inf:
@@ -223,7 +247,12 @@ class PartWriter:
         for chunk in self._vectors:
             column = chunk.column
             levels = _levels(column, rows)
-            values_at = _aligned(at + _levels_room(column, rows))
+            if chunk.run is not None:
+                chunk.run.end()
+            # A group that ends early leaves a gap before its later columns; they move up where that is worth it.
+            nearest = _aligned(at + _levels_room(column, rows))
+            worth = chunk.values_at - nearest > max(PAGE, rows * column.row_bytes // 8)
+            values_at = nearest if worth else chunk.values_at
             at = values_at + rows * column.row_bytes
             self._move(chunk.values_at, values_at, rows * column.row_bytes)
             crc = isal_zlib.crc32_combine(isal_zlib.crc32(levels), chunk.crc, rows * column.row_bytes)
@@ -240,7 +269,6 @@ class PartWriter:
         return _aligned(at)
 
     def _move(self, source: int, target: int, size: int) -> None:
-        # Only the last group of a part is shorter than planned; its later columns move up.
         for done in range(0, size if source != target else 0, _COPY_BYTES):
             piece = os.pread(self._file, min(_COPY_BYTES, size - done), source + done)
             self._write(piece, target + done)
@@ -295,8 +323,16 @@ def sync_directory(path: Path) -> None:
         os.close(folder)
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def _open_direct(path: Path, file: int) -> int:
+    """The file opened for I/O past the page cache; `file` where the system has none for it."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return file
+
+
+def _aligned(offset: int, to: int = ALIGNMENT) -> int:
+    return -(-offset // to) * to
 
 
 def _levels(column: Column, rows: int) -> bytes:

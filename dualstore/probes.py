@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from dualstore.errors import QueryError
 from dualstore.log import Group, Log, Mapping
 from dualstore.schema import Layer
-from dualstore.shapes import Bool, Float, Int64
+from dualstore.shapes import Bool, Float, Int32, Int64
 
 if TYPE_CHECKING:
     from dualstore.store import Store
@@ -37,7 +37,7 @@ class ProbeRows:
 
     log: Log
     test_id: Int64[ndarray, " p"]
-    position: Int64[ndarray, " p"]
+    position: Int32[ndarray, " p"]
     row: Int64[ndarray, " p"]
     """Row number in the log; rows are sorted by test_id and position."""
 

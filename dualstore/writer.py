@@ -20,6 +20,7 @@ from safetensors.numpy import save
 
 from dualstore.part import Mark, PartWriter, sync_directory
 from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
+from dualstore.spool import Spool
 from dualstore.steps import STEPS_SCHEMA
 
 __all__ = ["SAMPLES_SCHEMA", "StoreWriter", "write_table", "write_whole"]
@@ -30,8 +31,12 @@ FIRST_PART_BYTES = 64 << 20
 """Size of the first parts, all layers together; it doubles with each flush up to LAYER_PART_BYTES a layer."""
 LAYER_PART_BYTES = 256 << 20
 
-BALLAST_BYTES = 4 << 20
-"""Disk space held back (and a quarter of it for each layer): freed when the disk is full, so that open parts can be closed."""
+SPOOL_BYTES = 48 << 20
+"""Memory for vectors on their way to the disk, all layers together."""
+
+BALLAST_BYTES = 1 << 20
+"""Disk space held back for each layer, besides what waits in memory: freed when the disk is full, so that open parts can
+be closed."""
 
 SAMPLES_SCHEMA = pa.schema(
     [
@@ -85,8 +90,9 @@ class StoreWriter:
         """The last step that a flush has made part of the store."""
         self._nonfinite = 0
         self._ballast = root / ".ballast.tmp"
+        self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast)
         with open(self._ballast, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, BALLAST_BYTES + BALLAST_BYTES * len(info.layers) // 4)
+            os.posix_fallocate(file.fileno(), 0, self._spool.total_bytes + BALLAST_BYTES * (4 + len(info.layers)))
         self.save_info()
 
     @property
@@ -107,6 +113,7 @@ class StoreWriter:
             part.append({"step": np.full(len(x), self.last_step + 1, np.int32), **rows}, {"x": x, "e": e})
             self._step.rows[number] = self._step.rows.get(number, 0) + len(x)
         except BaseException:
+            self._free_ballast()
             self._drop_step()
             raise
 
@@ -181,10 +188,11 @@ class StoreWriter:
             self.flush()
             self.wait()
         finally:
-            self._ballast.unlink(missing_ok=True)
+            self._free_ballast()
             self._publisher.shutdown()
             for part in [*self._open.patterns.values(), *self._open.probes.values()]:
                 part.discard()
+            self._spool.close()
 
     def _plan(self) -> int:
         """How many steps like the one under way the open parts are meant to hold."""
@@ -202,7 +210,8 @@ class StoreWriter:
     def _part(self, parts: dict[int, PartWriter], folder: str, layer: Layer, columns: Any) -> PartWriter:
         if layer.number not in parts:
             path = self.root / folder / f"layer={layer.number}" / self._part_name()
-            parts[layer.number] = PartWriter(path, columns(layer, self.info.dtype))
+            spool = self._spool if folder == "patterns" else None
+            parts[layer.number] = PartWriter(path, columns(layer, self.info.dtype), spool)
         return parts[layer.number]
 
     def _part_name(self) -> str:
@@ -211,6 +220,8 @@ class StoreWriter:
     def _drop_step(self) -> None:
         for layer in self.info.layers:
             self.drop_patterns(layer)
+
+    def _free_ballast(self) -> None:
         self._ballast.unlink(missing_ok=True)
 
     def _publish(self, name: str, parts: Sequence[PartWriter], done: _Flush, last_step: int) -> None:

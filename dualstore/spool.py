@@ -1,0 +1,178 @@
+"""Writing large runs of bytes cheaply: through page-aligned buffers, past the page cache, on a thread of their own.
+
+Filling the page cache costs a training loop on the CPU more than everything else that recording does
+(bench/recording_overhead.py). Where a file system has no direct I/O the same buffers are written the ordinary way.
+"""
+
+import errno
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["PAGE", "Run", "Spool"]
+
+PAGE = 4096
+MAX_BUFFER_BYTES = 4 << 20
+_SPARE = 3
+"""Buffers beyond one for each run: those that are being written."""
+
+
+class Spool:
+    """Buffers for up to `runs` runs at once, `limit_bytes` in all, and the thread that writes full ones.
+
+    `on_full` is called once when the disk is full and should free some space; the write is then tried again and the
+    error raised by the next `append` of any run.
+    """
+
+    def __init__(self, runs: int, limit_bytes: int, on_full: Callable[[], None]) -> None:
+        count = runs + _SPARE
+        self.buffer_bytes = max(PAGE, min(MAX_BUFFER_BYTES, limit_bytes // count // PAGE * PAGE))
+        self.total_bytes = count * self.buffer_bytes
+        self.error: OSError | None = None
+        self._left = count
+        self._on_full = on_full
+        self._free: deque[mmap.mmap] = deque()
+        self._jobs: deque[tuple[Run, mmap.mmap, int] | None] = deque()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="dualstore-spool", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread once all buffers are written."""
+        with self._changed:
+            self._jobs.append(None)
+            self._changed.notify_all()
+        self._thread.join()
+
+    def take(self) -> mmap.mmap:
+        """A buffer; waits until one is free."""
+        with self._changed:
+            if not self._free and self._left:
+                self._left -= 1
+                return mmap.mmap(-1, self.buffer_bytes)
+            self._changed.wait_for(lambda: self._free)
+            return self._free.popleft()
+
+    def give(self, buffer: mmap.mmap) -> None:
+        """Takes a buffer back."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    def submit(self, run: "Run", buffer: mmap.mmap, at: int) -> None:
+        """Writes a full buffer at offset `at` of the run's file, soon."""
+        with self._changed:
+            run.waiting += 1
+            self._jobs.append((run, buffer, at))
+            self._changed.notify_all()
+
+    def wait(self, run: "Run") -> None:
+        """Waits until all submitted buffers of a run are written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not run.waiting)
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Calls `write`; when the disk is full, frees some space, tries again and remembers the error."""
+        try:
+            write()
+        except OSError as error:
+            first = self.error is None
+            self.error = self.error or error
+            if not first or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._on_full()
+            write()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs)
+                job = self._jobs.popleft()
+            if job is None:
+                return
+            run, buffer, at = job
+            try:
+                self.write(lambda run=run, buffer=buffer, at=at: run.write_direct(memoryview(buffer), at))  # type: ignore[misc]
+            except OSError as error:
+                run.error = error
+            with self._changed:
+                run.waiting -= 1
+                self._free.append(buffer)
+                self._changed.notify_all()
+
+
+class Run:
+    """A run of bytes that grows from offset `at`, a multiple of PAGE, of an open file."""
+
+    def __init__(self, spool: Spool, file: int, direct: int, at: int) -> None:
+        self._spool, self._file, self._direct, self._at = spool, file, direct, at
+        self._buffer: mmap.mmap | None = None
+        self._start = 0
+        """Bytes before the buffer's first; always whole buffers."""
+        self._fill = 0
+        self.waiting = 0
+        self.error: OSError | None = None
+        """What a buffer of this run could not be written for, even after space was freed."""
+
+    def append(self, data: memoryview) -> None:
+        """Adds bytes. Raises OSError where the disk was full at this or an earlier write of any run."""
+        if self._spool.error is not None:
+            raise self._spool.error
+        while data:
+            if self._buffer is None:
+                self._buffer = self._spool.take()
+            size = min(len(data), self._spool.buffer_bytes - self._fill)
+            self._buffer[self._fill : self._fill + size] = data[:size]
+            self._fill += size
+            data = data[size:]
+            if self._fill == self._spool.buffer_bytes:
+                self._spool.submit(self, self._buffer, self._at + self._start)
+                self._buffer, self._start, self._fill = None, self._start + self._fill, 0
+
+    def seek(self, length: int) -> None:
+        """Goes back to `length` bytes; what follows is written over."""
+        if length >= self._start:
+            self._fill = length - self._start
+            if self._buffer is not None or not self._fill:
+                return
+        self._spool.wait(self)
+        self._start = length // self._spool.buffer_bytes * self._spool.buffer_bytes
+        self._fill = length - self._start
+        if self._fill:
+            self._buffer = self._buffer or self._spool.take()
+            os.preadv(self._file, [memoryview(self._buffer)[: self._fill]], self._at + self._start)
+
+    def end(self) -> None:
+        """Writes what is left. Raises OSError where any byte of the run could not be written."""
+        self._spool.wait(self)
+        if self._buffer is not None:
+            rest = memoryview(self._buffer)[: self._fill]
+            self._spool.write(lambda: _write_all(self._file, rest, self._at + self._start))
+        self.drop()
+        if self.error is not None:
+            raise self.error
+
+    def drop(self) -> None:
+        """Gives the buffer back without writing it."""
+        self._spool.wait(self)
+        if self._buffer is not None:
+            self._spool.give(self._buffer)
+            self._buffer = None
+
+    def write_direct(self, data: memoryview, at: int) -> None:
+        """Writes a whole buffer past the page cache where that works."""
+        try:
+            _write_all(self._direct, data, at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._direct == self._file:
+                raise
+            self._direct = self._file  # the file system opens files for direct I/O but does not do it
+            _write_all(self._file, data, at)
+
+
+def _write_all(file: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(file, data, at)
+        data, at = data[done:], at + done

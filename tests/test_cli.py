@@ -1,0 +1,261 @@
+"""The command line through its real entry point: answers in every format, errors in one line, exit codes."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dualstore
+from tests.reference import Rows, write_store
+
+SCRIPT = Path(sys.executable).with_name("dualstore")
+LABELS = 3
+
+
+def call(
+    *words: str | Path, folder: Path | None = None, code: int = 0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `dualstore` and checks its exit code."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("DUALSTORE")} | (env or {})
+    found = subprocess.run([SCRIPT, *map(str, words)], cwd=folder, capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == code, f"{words}: {found.returncode}\n{found.stdout}\n{found.stderr}"
+    return found
+
+
+def fails(*words: str | Path, match: str, code: int = 1, folder: Path | None = None) -> None:
+    """Runs a command that must fail with one line that holds `match`."""
+    found = call(*words, code=code, folder=folder)
+    assert not found.stdout
+    assert match in found.stderr, found.stderr
+    if code == 1:
+        assert found.stderr.startswith("error: ")
+        assert len(found.stderr.splitlines()) == 1, found.stderr
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of 60 patterns, small whole numbers, with probes 0..4."""
+    path = tmp_path_factory.mktemp("cli") / "store"
+    generator = np.random.default_rng(0)
+    layers, probes = [], []
+    for width in (4, 6):
+        step = np.repeat(np.arange(10), 6)
+        rows = Rows(
+            step=step,
+            sample_id=generator.integers(0, 12, 60),
+            position=np.zeros(60, np.int32),
+            label=generator.integers(0, LABELS, 60),
+            task=np.where(step < 5, 0, 1),
+            x=generator.integers(-3, 4, (60, width)).astype(np.float32),
+            e=generator.normal(size=(60, 2)).astype(np.float32),
+        )
+        layers.append(rows)
+        ids = np.arange(5)
+        labels = (ids % LABELS).astype(np.int32)
+        probe = {"test_id": ids, "position": labels * 0, "step": labels * 0, "label": labels, "task": labels * 0}
+        probe |= {"predicted": np.zeros(5, np.int32), "x": generator.integers(-3, 4, (5, width)).astype(np.float32)}
+        probes.append(probe | {"y": np.zeros((5, 2), np.float32)})
+    write_store(path, layers, tasks=["old", "new"], epoch_of_step=lambda step: step // 4, probes=probes)
+    return path
+
+
+def parsed(*words: str | Path) -> Any:
+    """Standard output as JSON."""
+    return json.loads(call(*words, "--json").stdout)
+
+
+def test_query_gives_flat_objects_with_the_promised_names(store: Path) -> None:
+    found = parsed("query", "--store", store, "--test-id", "2", "--layer", "1", "--top", "7")
+    assert [row["rank"] for row in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert list(found[0]) == ["rank", "alpha", "step", "epoch", "sample_id", "position", "label", "task"]
+    assert found == dualstore.open(store).query(test_id=2, layer=1, top=7).to_dicts()
+
+
+def test_bottom_takes_a_number_or_the_one_of_top(store: Path) -> None:
+    bare = parsed("query", "--store", store, "--test-id", "2", "--layer", "1", "--top", "3", "--bottom")
+    numbered = parsed("query", "--store", store, "--test-id", "2", "--layer", "1", "--bottom", "3")
+    assert bare == numbered == dualstore.open(store).query(test_id=2, layer=1, top=3, bottom=True).to_dicts()
+
+
+def test_where_and_per_reach_the_library(store: Path) -> None:
+    where = "task = 'new' AND epoch >= 1"
+    found = parsed(
+        "query", "--store", store, "--test-id", "0", "--layer", "layer0", "--where", where, "--per", "label", "--top", "2"
+    )
+    assert found == dualstore.open(store).query(test_id=0, layer=0, where=where, per="label", top=2).to_dicts()
+    assert {row["task"] for row in found} == {"new"}
+
+
+def test_several_test_ids_and_vectors_answer_in_one_pass(store: Path, tmp_path: Path) -> None:
+    found = parsed("query", "--store", store, "--test-id", "0", "--test-id", "3", "--layer", "0", "--top", "1")
+    assert [row["test_id"] for row in found] == [0, 3]
+    np.save(tmp_path / "q.npy", np.ones((2, 4)))
+    found = parsed("query", "--store", store, "--vector", tmp_path / "q.npy", "--layer", "0", "--top", "1")
+    assert [row["query"] for row in found] == [0, 1]
+
+
+def test_totals_votes_and_sql_speak_json_and_csv(store: Path) -> None:
+    found = parsed("totals", "--store", store, "--test-id", "1", "--layer", "1", "--by", "label, task")
+    assert list(found[0]) == ["label", "task", "total", "count"]
+    assert sum(row["count"] for row in found) == 60
+    votes = parsed("votes", "--store", store)
+    assert list(votes[0]) == ["layer", "prediction", "probes", "target_accuracy", "output_accuracy"]
+    assert [(row["layer"], row["prediction"]) for row in votes] == [(0, "right"), (0, "wrong"), (1, "right"), (1, "wrong")]
+    text = call("totals", "--store", store, "--test-id", "1", "--layer", "1", "--by", "label, task", "--csv").stdout
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [float(row["total"]) for row in rows] == [row["total"] for row in found]
+    counted = parsed("sql", "SELECT count(*) AS n, NULL AS nothing, 'NaN'::DOUBLE AS bad FROM patterns", "--store", store)
+    assert counted == [{"n": 120, "nothing": None, "bad": None}]
+    attended = parsed("sql", "SELECT sum(alpha) AS total FROM attention", "--store", store, "--layer", "1", "--test-id", "1")
+    assert attended[0]["total"] == pytest.approx(sum(row["total"] for row in found))
+
+
+def test_abs_and_paper_reach_the_library(store: Path) -> None:
+    opened = dualstore.open(store)
+    for layer in (0, 1):
+        asked = ("totals", "--store", store, "--test-id", "1", "--layer", str(layer))
+        assert parsed(*asked, "--abs") == opened.totals(test_id=1, layer=layer, absolute=True).to_dicts()
+        assert parsed(*asked, "--paper") == opened.totals(test_id=1, layer=layer, absolute=layer == 0).to_dicts()
+
+
+def test_info_is_one_object_and_verify_fails_on_a_store_without_weights(store: Path) -> None:
+    info = parsed("info", "--store", store)
+    assert info["rows"] == 120
+    assert [layer["name"] for layer in info["layers"]] == ["layer0", "layer1"]
+    found = json.loads(call("verify", "--store", store, "--json", code=1).stdout)
+    assert not found["ok"]
+    assert list(found) == ["ok", "layers", "rows", "problems"]
+    assert "weights" in found["problems"][0]
+    assert list(found["layers"][0]) == ["layer", "name", "rows", "weight_residual", "output_residual"]
+    assert "problem: " in call("verify", "--store", store, code=1).stdout
+
+
+def test_tables_show_every_column_and_a_title(store: Path) -> None:
+    text = call("query", "--store", store, "--test-id", "2", "--layer", "1", "--top", "3").stdout
+    assert text.startswith("top 3 of 60 patterns: test 2, layer 1 (layer1)")
+    for name in ("rank", "alpha", "step", "epoch", "sample_id", "position", "label", "task"):
+        assert name in text
+    assert "votes" in call("votes", "--store", store).stdout
+
+
+def test_the_store_comes_from_the_environment_or_is_named_store(store: Path) -> None:
+    assert call("info", env={"DUALSTORE_STORE": str(store)}).stdout == call("info", "--store", store).stdout
+    assert call("info", "--store", "store", folder=store.parent).stdout == call("info", folder=store.parent).stdout
+
+
+def test_more_than_there_is_gives_what_there_is(store: Path) -> None:
+    assert len(parsed("query", "--store", store, "--test-id", "2", "--layer", "1", "--top", "1000000")) == 60
+
+
+def test_wrong_questions_end_with_one_line(store: Path, tmp_path: Path) -> None:
+    query = ("query", "--store", store, "--layer", "1")
+    fails(*query, "--test-id", "77", match="test id 77 was not recorded")
+    fails("query", "--store", store, "--test-id", "1", "--layer", "9", match="no layer 9; there are 0 (layer0), 1 (layer1)")
+    fails(*query, "--test-id", "1", "--where", "colour = 1", match="colour")
+    fails(*query, "--test-id", "1", "--where", "label = ", match="syntax error")
+    fails(*query, match="expected either a vector x or a test_id, found neither")
+    fails("sql", "SELEKT 1", "--store", store, match="syntax error")
+    fails("sql", "SELECT * FROM attention", "--store", store, match="attention")
+    np.save(tmp_path / "q.npy", np.ones(5))
+    fails(*query, "--vector", tmp_path / "q.npy", match="expected 6 values")
+    np.save(tmp_path / "nan.npy", np.full(6, np.nan))
+    fails(*query, "--vector", tmp_path / "nan.npy", match="NaN")
+    (tmp_path / "text.npy").write_text("hello")
+    fails(*query, "--vector", tmp_path / "text.npy", match="expected a .npy file")
+    fails(*query, "--vector", tmp_path / "none.npy", match="none.npy")
+
+
+def test_wrong_usage_exits_with_two(store: Path) -> None:
+    fails("query", "--store", store, "--test-id", "1", "--layer", "1", "--top", "0", match="--top", code=2)
+    fails("query", "--store", store, "--test-id", "one", "--layer", "1", match="--test-id", code=2)
+    fails("query", "--store", store, "--test-id", "1", match="--layer", code=2)
+    fails("quarry", match="No such command", code=2)
+    fails("train", "cifar", match="cifar", code=2)
+
+
+def test_places_without_a_store_are_named(tmp_path: Path) -> None:
+    fails("info", "--store", tmp_path / "none", match="no store there")
+    (tmp_path / "other").mkdir()
+    fails("info", "--store", tmp_path / "other", match="not a store")
+    (tmp_path / "other" / "store.json").write_text('{"dualstore": "store", "format": 99}')
+    fails("info", "--store", tmp_path / "other", match="format 99 is newer")
+
+
+def test_an_unfinished_store_answers_with_a_warning(store: Path, tmp_path: Path) -> None:
+    rows = Rows(*(np.zeros(8, np.int64) for _ in range(5)), np.ones((8, 2), np.float32), np.ones((8, 1), np.float32))
+    write_store(tmp_path / "store", [rows], status="recording")
+    found = call("info", "--store", tmp_path / "store", "--json")
+    assert found.stderr.startswith("warning: ")
+    assert "complete up to step 0" in found.stderr
+    assert json.loads(found.stdout)["status"] == "recording"
+
+
+def test_help_is_there_for_every_command() -> None:
+    names = [line.split()[0] for line in call("--help").stdout.split("Commands:")[1].splitlines() if line.strip()]
+    assert names == ["demo", "info", "query", "sql", "totals", "train", "verify", "votes"]
+    for name in names:
+        assert "--store" in call(name, "--help").stdout
+    assert "dualstore" in call("--version").stdout
+
+
+def test_the_demo_never_replaces_what_it_did_not_make(store: Path, tmp_path: Path) -> None:
+    fails("demo", "--store", store, match="found something else")
+    (tmp_path / "notes.txt").write_text("mine")
+    fails("demo", "--store", tmp_path, match="found something else")
+    fails("demo", "--store", tmp_path / "notes.txt", match="found something else")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (store / "store.json").exists()
+
+
+def idx(path: Path, array: np.ndarray, *, packed: bool) -> None:
+    """Writes an IDX file of bytes."""
+    data = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.astype(np.uint8).tobytes()
+    path.with_name(path.name + ".gz" * packed).write_bytes(gzip.compress(data) if packed else data)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder with two tiny image sets, one gzip and one plain."""
+    generator = np.random.default_rng(0)
+    for name, packed in (("mnist", True), ("fashion-mnist", False)):
+        folder = tmp_path / "data" / name
+        folder.mkdir(parents=True)
+        for split, count in (("train", 40), ("t10k", 12)):
+            idx(folder / f"{split}-images-idx3-ubyte", generator.integers(0, 256, (count, 5, 5)), packed=packed)
+            idx(folder / f"{split}-labels-idx1-ubyte", np.arange(count) % 10, packed=packed)
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize(
+    ("run", "rows", "tasks"),
+    [("mnist", 24, ["mnist"]), ("joint", 24, ["mnist", "fashion"]), ("continual", 48, ["mnist", "fashion"])],
+)
+def test_train_records_a_run_that_verifies(images: Path, tmp_path: Path, run: str, rows: int, tasks: list[str]) -> None:
+    words = ("train", run, "--store", tmp_path / "s", "--data", images, "--steps", "3", "--batch-size", "8", "--hidden", "6")
+    found = call(*words, "--lr", "0.1", "--clip", "0.05")
+    assert "test accuracy after each phase" in found.stdout
+    info = parsed("info", "--store", tmp_path / "s")
+    assert [layer["rows"] for layer in info["layers"]] == [rows] * 3
+    assert sorted(info["tasks"]) == sorted(tasks)
+    assert parsed("verify", "--store", tmp_path / "s")["ok"]
+    clips = parsed("sql", "SELECT max(clip) AS high FROM steps", "--store", tmp_path / "s")
+    assert clips[0]["high"] < 1
+    fails(*words, match="expected no folder or an empty one")
+
+
+def test_train_names_missing_and_foreign_data(images: Path, tmp_path: Path) -> None:
+    words = ("train", "mnist", "--store", tmp_path / "s", "--steps", "1")
+    fails(*words, "--data", tmp_path / "nowhere", match="train-images-idx3-ubyte")
+    (images / "mnist" / "t10k-labels-idx1-ubyte.gz").write_bytes(b"no gzip")
+    fails(*words, "--data", images, match="t10k-labels-idx1-ubyte.gz: expected an IDX file")
+    idx(images / "mnist" / "t10k-labels-idx1-ubyte", np.arange(3), packed=True)
+    fails(*words, "--data", images, match="expected images and as many labels")
+    assert not (tmp_path / "s").exists()
