@@ -63,7 +63,7 @@ def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool =
     first = with_momentum[0] if with_momentum and not buffered else -1
     p, q = 1.0, 0.0
     for s in taken[::-1]:
-        c[s], p, q = _back_one(p, q, {name: column[s] for name, column in columns.items()}, fresh=s == first)
+        c[s], p, q = _back_one(p, q, {name: column[s] for name, column in columns.items()}, fresh=bool(s == first))
     return Coefficients(numbers, c, p, q)
 
 

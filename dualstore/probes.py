@@ -132,7 +132,8 @@ def _check_finite(vectors: ndarray, where: str) -> None:
 def scalars(log: Log, name: str) -> ndarray:
     """A scalar column of a whole log; for probes, whose number does not grow with training."""
     found = [_group_array(group, name) for group in log.groups]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    dtype = next(column.dtype for column in log.columns if column.name == name)
+    return np.concatenate([np.zeros(0, dtype), *found])
 
 
 def _group_array(group: Group, name: str) -> ndarray:

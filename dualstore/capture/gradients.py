@@ -37,9 +37,9 @@ class Change:
 
     @property
     def lost(self) -> bool:
-        """Whether what backward left has been thrown away: the gradient is None, or zeros."""
+        """Whether backward left nothing, or what it left has been thrown away: the gradient is None, or zeros."""
         now_now, _, before_before = self.products
-        return self.now is None or (now_now == 0 and before_before > 0)
+        return self.now is None or self.before is None or (now_now == 0 and before_before > 0)
 
 
 def common_factor(changes: Iterable[Change]) -> tuple[float, bool]:
@@ -68,8 +68,14 @@ class GradientWatch:
 
     def change(self, parameter: torch.Tensor) -> Change:
         """What became of a gradient since backward."""
-        now = None if parameter.grad is None else _sample(parameter.grad).clone()
-        return Change(self._before.get(id(parameter)), now)
+        before = self._before.get(id(parameter))
+        if parameter.grad is None:
+            return Change(before, None)
+        return Change(before, _sample(parameter.grad, whole=before is not None and len(before) == parameter.numel()).clone())
+
+    def saw(self, parameter: torch.Tensor) -> bool:
+        """Whether backward has added to the gradient since the last step."""
+        return id(parameter) in self._before
 
     def forget(self) -> None:
         """Forgets all samples, once the step has used the gradients."""
@@ -77,13 +83,15 @@ class GradientWatch:
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self._before[id(parameter)] = _sample(parameter.grad).clone()
+            before = _sample(parameter.grad).clone()
+            # Sparse inputs may leave the block without a gradient; then all of it is compared.
+            self._before[id(parameter)] = before if before.any() else _sample(parameter.grad, whole=True).clone()
 
 
-def _sample(gradient: torch.Tensor) -> torch.Tensor:
+def _sample(gradient: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
     """A bias's gradient, or a block of rows in the middle of a weight's."""
     gradient = gradient.detach()
-    if gradient.ndim != 2:
+    if whole or gradient.ndim != 2:
         return gradient.reshape(-1)
     rows, columns = gradient.shape
     middle = columns // 2

@@ -38,7 +38,7 @@ class TaskCodes:
         return self.names.index(name)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Names:
     """Ids, labels and tasks of n samples; labels may be one a position, (n, ...)."""
 
@@ -76,7 +76,7 @@ class Names:
         return Claim(self, leading, first)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Claim:
     """The rows of one call of a layer: every sample with every position, in the order of the input."""
 

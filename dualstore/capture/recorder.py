@@ -30,7 +30,7 @@ __all__ = ["Recorder", "record"]
 QUEUE_BYTES = 64 << 20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """What `Recorder.batch` gives: set `loss` to have it noted with the step."""
 
@@ -130,8 +130,8 @@ class Recorder:
         self._tasks, self._epochs = TaskCodes(), EpochCounter()
         self._batch: Batch | None = None
         self._probe: _Probe | None = None
-        self._latest: dict[int, Batch | None] = {layer.number: None for layer in found.layers}
-        """The batch whose error each layer got last since the last step; used on the training thread."""
+        self._step_begun = False
+        """Whether errors have arrived since the last step."""
         self._batches: dict[int, list[Batch]] = {layer.number: [] for layer in found.layers}
         """The batches that each layer has rows of in the step under way; used where rows are written."""
         self._taken: _Taken | None = None
@@ -209,7 +209,7 @@ class Recorder:
     def flush(self) -> None:
         """Makes all steps taken so far part of the store; returns when they are on disk."""
         self._check_open()
-        if any(self._latest.values()):
+        if self._step_begun:
             raise RecordError("flush(): a step is under way; call it after optimizer.step()")
         self._put(self._flush, 0)
         try:
@@ -259,13 +259,16 @@ class Recorder:
         return _Call(layer, batch, claim, kept, kept._version)
 
     def _error_arrived(self, layer: Layer, call: _Call | None, error: torch.Tensor) -> None:
+        if self._closed:
+            return  # the forward pass was recorded, the recording has ended since
         if call is None:
             raise RecordError(
                 f"layer {layer.name!r}: a gradient arrived for a forward pass outside batch(); "
                 "put it inside `with rec.batch(sample_id=...):`"
             )
-        earlier, self._latest[layer.number] = self._latest[layer.number], call.batch
-        change = None if earlier in (None, call.batch) else self._watch.change(self._watched[layer.number][0])
+        weight = self._weights[layer.number]
+        change = self._watch.change(weight) if self._watch.saw(weight) else None
+        self._step_begun = True
         self._put(partial(self._write, call, error.detach(), change), _nbytes(call.x) + _nbytes(error))
 
     def _model_called(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -273,25 +276,31 @@ class Recorder:
             self._probe.see_output(output)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._taken = _Taken(
+        closure = args[0] if args else kwargs.get("closure")
+        # A closure runs backward within the step: what it left is there to see afterwards.
+        self._taken = None if closure is not None else self._look(optimizer)
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> _Taken:
+        taken = _Taken(
             groups=[_settings(group) for group in optimizer.param_groups],
             changes=[[self._watch.change(parameter) for parameter in some] for some in self._watched],
             idle=[number for number, weight in self._weights.items() if weight.grad is None],
             epoch=self._epochs.epoch,
         )
         self._watch.forget()
+        return taken
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        taken, self._taken = self._taken, None
-        assert taken is not None
-        self._latest = dict.fromkeys(self._latest)
+        taken = self._taken or self._look(optimizer)
+        self._taken = None
+        self._step_begun = False
         self._put(partial(self._end_step, self.steps, taken), 0)
         self.steps += 1
 
     # Writing, on the background thread if there is one
 
     def _write(self, call: _Call, error: torch.Tensor, change: Change | None) -> None:
-        """Adds the patterns of one call. `change` tells, for rows of an earlier batch, whether they still count."""
+        """Adds the patterns of one call. `change` tells, for rows of an earlier backward pass, whether they still count."""
         if call.x._version != call.version:
             raise RecordError(
                 f"layer {call.layer.name!r}: its input was changed in place after the forward pass, before it was written; "
@@ -419,11 +428,9 @@ class Recorder:
     # What is recorded
 
     def _watched_of(self, layer: Layer) -> list[torch.Tensor]:
-        """One parameter of the layer for each parameter group, the bias where it serves: it is small and dense."""
+        """The layer's weight, and its bias where that belongs to another parameter group."""
         module = self._found.modules[layer.number][0]
-        if layer.bias_group == layer.weight_group:
-            return [module.bias]
-        return [module.weight] if layer.bias_group < 0 else [module.weight, module.bias]
+        return [module.weight] if layer.bias_group in (-1, layer.weight_group) else [module.weight, module.bias]
 
     def _tensors(self, *, with_buffers: bool) -> dict[str, NDArray[Any]]:
         """Weights and biases of the recorded layers by name, and the momentum buffers that exist already."""
