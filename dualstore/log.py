@@ -54,10 +54,14 @@ class Part:
         try:
             self.metadata = pq.read_metadata(path)
             self.schema = self.metadata.schema.to_arrow_schema()
-        except (pa.ArrowException, OSError) as error:
+            _ = self.leaves, self.metadata.created_by
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DamagedError(f"{path}: expected a Parquet file, found {_first_line(error)}; restore or delete it") from error
         for column in columns:
             self._check(column)
+        rows = [self.metadata.row_group(index).num_rows for index in range(self.metadata.num_row_groups)]
+        if sum(rows) != self.metadata.num_rows or min(rows, default=0) < 0:
+            raise DamagedError(f"{path}: expected {self.metadata.num_rows} rows in its row groups, found {rows}")
 
     @cached_property
     def note(self) -> dict[str, Any]:
@@ -86,8 +90,8 @@ class Part:
     @cached_property
     def leaves(self) -> dict[str, int]:
         """Column name to leaf number in the file."""
-        row_group = self.metadata.schema
-        return {row_group.column(i).path.split(".")[0]: i for i in range(len(row_group))}
+        paths = [self.metadata.schema.column(i).path for i in range(len(self.metadata.schema))]
+        return {path if path in self.schema.names else path.split(".")[0]: i for i, path in enumerate(paths)}
 
 
 class Mapping:
@@ -146,16 +150,19 @@ class Mapping:
         leaf = self.part.leaves[column.name]
         chunk = self.part.metadata.row_group(group.index).column(leaf)
         size = group.rows * column.row_bytes
+        start = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+        end = start + chunk.total_compressed_size
+        if not 4 <= start < end <= self._bytes.size - 8 - self.part.metadata.serialized_size:
+            raise DamagedError(f"{self.part.path}: column {column.name!r} of row group {group.index} lies outside the file")
         plain = chunk.compression == "UNCOMPRESSED" and not chunk.has_dictionary_page
         if not plain or (column.width is not None and not pa.types.is_fixed_size_list(self.part.schema.field(column.name).type)):
             return None
-        start = chunk.data_page_offset
-        end = start + chunk.total_compressed_size
-        if not 4 <= start < end <= self._bytes.size - 8:
-            raise DamagedError(f"{self.part.path}: column {column.name!r} of row group {group.index} lies outside the file")
         page = memoryview(self._bytes).cast("B")[start:end]
         levels = self.part.metadata.schema.column(leaf)
         at = _page_values(page, chunk.num_values, levels.max_repetition_level, levels.max_definition_level)
+        if at is None and (self.part.metadata.created_by == "dualstore" or _names_other_encoding(page, chunk.encodings)):
+            where = f"{self.part.path}: row group {group.index}: column {column.name!r}"
+            raise DamagedError(f"{where}: page header and footer contradict each other")
         if at is None or chunk.num_values != group.rows * column.row_width or end - start - at != size:
             return None
         return start + at, size
@@ -246,6 +253,15 @@ def _page_values(chunk: memoryview, count: int, repetition: int, definition: int
         return at if page[1] == count and encoding == 0 else None
     except (IndexError, KeyError, TypeError, struct.error):
         return None
+
+
+def _names_other_encoding(chunk: memoryview, known: Sequence[str]) -> bool:
+    """Whether the first page is split into bytes, as which any bytes can be read, though the footer does not say so."""
+    try:
+        header = thrift.Decoder(chunk).struct()
+        return (header[5][2] if header[1] == 0 else header[8][4]) == 9 and "BYTE_STREAM_SPLIT" not in known
+    except (IndexError, KeyError, TypeError):
+        return False
 
 
 def _as_numpy(array: pa.Array, column: Column) -> NDArray[Any]:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from dualstore import thrift
 from dualstore.schema import Column
-from dualstore.spool import PAGE, Run, Spool
+from dualstore.spool import PAGE, Run, Spool, write_all
 from dualstore.thrift import BINARY, I32, I64, LIST, STRUCT
 
 __all__ = ["PartWriter", "arrow_schema", "group_rows_for", "sync_directory", "upper_norm"]
@@ -111,11 +111,12 @@ class PartWriter:
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self._spool = spool
+        self._scalars: list[Mapping[str, NDArray[Any]]] = []
+        self._vectors: list[_Chunk] = []
         self._direct = self._file if spool is None else _open_direct(self._temporary, self._file)
+        self._files = {self._file, self._direct}
         try:
             self._write(_MAGIC, 0)
-            self._scalars: list[Mapping[str, NDArray[Any]]] = []
-            self._vectors: list[_Chunk] = []
             self._groups: list[list[thrift.Field]] = []
             self._norms: dict[str, list[float | None]] = {name: [] for name in self.nonfinite}
             self._open_group(len(_MAGIC))
@@ -203,8 +204,8 @@ class PartWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _close_files(self) -> None:
-        for file in {self._file, self._direct}:
-            os.close(file)
+        while self._files:
+            os.close(self._files.pop())
 
     def _drop_runs(self) -> None:
         for chunk in self._vectors:
@@ -213,9 +214,10 @@ class PartWriter:
 
     def _write(self, data: Any, at: int) -> None:
         view = memoryview(data).cast("B")
-        while view:
-            done = os.pwrite(self._file, view, at)
-            view, at = view[done:], at + done
+        if self._spool is None:
+            write_all(self._file, view, at)
+        else:
+            self._spool.write(lambda: write_all(self._file, view, at))
 
     def _open_group(self, at: int) -> None:
         self._group_at = at
@@ -253,19 +255,20 @@ class PartWriter:
             nearest = _aligned(at + _levels_room(column, rows))
             worth = chunk.values_at - nearest > max(PAGE, rows * column.row_bytes // 8)
             values_at = nearest if worth else chunk.values_at
-            at = values_at + rows * column.row_bytes
+            behind, at = at, values_at + rows * column.row_bytes
             self._move(chunk.values_at, values_at, rows * column.row_bytes)
             crc = isal_zlib.crc32_combine(isal_zlib.crc32(levels), chunk.crc, rows * column.row_bytes)
-            metadata[column.name] = self._write_head(column, rows, levels, values_at, crc)
+            metadata[column.name] = self._write_head(column, rows, levels, behind, values_at, crc)
             self._norms[column.name].append(upper_norm(chunk.max_square, column.row_width))
         for column in (column for column in self.columns if column.width is None):
             values = np.concatenate([piece[column.name] for piece in self._scalars]).astype(column.dtype, copy=False)
             values_at = _aligned(at + _HEADER_ROOM)
-            at = values_at + values.nbytes
+            behind, at = at, values_at + values.nbytes
             self._write(values, values_at)
-            head = self._write_head(column, rows, b"", values_at, isal_zlib.crc32(values))
+            head = self._write_head(column, rows, b"", behind, values_at, isal_zlib.crc32(values))
             metadata[column.name] = [*head, _statistics(values)]
         self._groups.append(self._group_metadata(rows, [metadata[column.name] for column in self.columns]))
+        self._write(bytes(_aligned(at) - at), at)
         return _aligned(at)
 
     def _move(self, source: int, target: int, size: int) -> None:
@@ -273,7 +276,7 @@ class PartWriter:
             piece = os.pread(self._file, min(_COPY_BYTES, size - done), source + done)
             self._write(piece, target + done)
 
-    def _write_head(self, column: Column, rows: int, levels: bytes, values_at: int, crc: int) -> list[thrift.Field]:
+    def _write_head(self, column: Column, rows: int, levels: bytes, behind: int, values_at: int, crc: int) -> list[thrift.Field]:
         """Writes page header and levels so that they end where the values start; returns the column chunk's metadata."""
         count = rows * column.row_width
         size = len(levels) + rows * column.row_bytes
@@ -281,7 +284,7 @@ class PartWriter:
         signed = crc - (1 << 32) if crc >> 31 else crc
         header = thrift.encode([(1, I32, 0), (2, I32, size), (3, I32, size), (4, I32, signed), (5, STRUCT, page)])
         at = values_at - len(levels) - len(header)
-        self._write(header + levels, at)
+        self._write(bytes(at - behind) + header + levels, behind)
         return _chunk_metadata(column, count, at, len(header) + size)
 
     def _group_metadata(self, rows: int, chunks: list[list[thrift.Field]]) -> list[thrift.Field]:

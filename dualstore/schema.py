@@ -6,7 +6,7 @@ The words are those of the README's format specification; every other module tak
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -131,10 +131,12 @@ class StoreInfo:
             raise StoreError(f"{path}: not a store (it has no store.json); give the folder that a recording wrote")
         try:
             values = json.loads(file.read_text())
-            found = values["format"] if values.pop("dualstore") == "store" else None
-        except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            kind, found = values.pop("dualstore"), values["format"]
+            if kind != "store" or type(found) is not int or found < 1:
+                raise ValueError(f"dualstore {kind!r} of format {found!r}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{file}: expected a dualstore store.json, found {error!r}") from error
-        if not isinstance(found, int) or found > FORMAT:
+        if found > FORMAT:
             raise StoreError(f"{file}: format {found!r} is newer than {FORMAT}, the newest this dualstore reads; upgrade it")
         return cls._checked(file, values)
 
@@ -144,7 +146,22 @@ class StoreInfo:
         try:
             known["layers"] = tuple(Layer(**layer) for layer in known["layers"])
             for name in ("tasks", "unrecorded", "problems"):
+                if not isinstance(known.get(name, []), list):
+                    raise ValueError(f"{name} {known[name]!r}")
                 known[name] = tuple(known.get(name, ()))
-            return cls(**known, other=values)
-        except (KeyError, TypeError) as error:
+            return cls(**known, other=values)._with_values()
+        except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{file}: expected the fields of a store, found {error!r}") from error
+
+    def _with_values(self) -> "StoreInfo":
+        """Itself. Raises ValueError where a field has a value it cannot have."""
+        for layer in self.layers:
+            numbers = (layer.number, layer.d_in, layer.d_out, layer.weight_group, layer.bias_group)
+            if not all(type(n) is int for n in numbers) or min(layer.d_in, layer.d_out) < 1 or not isinstance(layer.name, str):
+                raise ValueError(str(layer))
+        names = (*self.tasks, *self.unrecorded, *self.problems, self.optimizer)
+        if not all(isinstance(name, str) for name in names) or type(self.exact) is not bool:
+            raise ValueError(f"names {names}, exact {self.exact!r}")
+        if self.dtype not in ("float32", "float64") or self.status not in get_args(Status):
+            raise ValueError(f"dtype {self.dtype!r}, status {self.status!r}")
+        return self

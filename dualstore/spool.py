@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["PAGE", "Run", "Spool"]
+__all__ = ["PAGE", "Run", "Spool", "write_all"]
 
 PAGE = 4096
 MAX_BUFFER_BYTES = 4 << 20
@@ -149,7 +149,7 @@ class Run:
         self._spool.wait(self)
         if self._buffer is not None:
             rest = memoryview(self._buffer)[: self._fill]
-            self._spool.write(lambda: _write_all(self._file, rest, self._at + self._start))
+            self._spool.write(lambda: write_all(self._file, rest, self._at + self._start))
         self.drop()
         if self.error is not None:
             raise self.error
@@ -164,15 +164,16 @@ class Run:
     def write_direct(self, data: memoryview, at: int) -> None:
         """Writes a whole buffer past the page cache where that works."""
         try:
-            _write_all(self._direct, data, at)
+            write_all(self._direct, data, at)
         except OSError as error:
             if error.errno != errno.EINVAL or self._direct == self._file:
                 raise
             self._direct = self._file  # the file system opens files for direct I/O but does not do it
-            _write_all(self._file, data, at)
+            write_all(self._file, data, at)
 
 
-def _write_all(file: int, data: memoryview, at: int) -> None:
+def write_all(file: int, data: memoryview, at: int) -> None:
+    """Writes all of `data` at offset `at`."""
     while data:
         done = os.pwrite(file, data, at)
         data, at = data[done:], at + done

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,9 @@ class Store:
     def __init__(self, path: Path, options: Options) -> None:
         self.path, self.options = path, options
         self.info_file = StoreInfo.read(path)
-        self.steps = Steps.read(self._parts("steps"))
+        steps = self._parts("steps")
+        self._committed = {part.name for part in steps}
+        self.steps = Steps.read(steps)
         self.labelling = Labelling(self.steps, self.info_file.tasks)
         if self.info_file.status == "recording":
             last = f"it is complete up to step {self.last_step}" if len(self.steps.numbers) else "no step of it is complete"
@@ -201,11 +202,6 @@ class Store:
 
     def _parts(self, folder: str) -> list[Path]:
         found = sorted((self.path / folder).glob("part-*.parquet"))
-        if self.info_file.status == "recording" and folder.startswith("patterns"):
+        if self.info_file.status != "complete" and folder.startswith("patterns"):
             found = [path for path in found if path.name in self._committed]
         return found
-
-    @cached_property
-    def _committed(self) -> set[str]:
-        """Names of the parts that a finished flush made part of the store."""
-        return {path.name for path in (self.path / "steps").glob("part-*.parquet")}

@@ -28,7 +28,8 @@ def encode(fields: Iterable[Field]) -> bytes:
     """The struct's bytes, closing stop byte included."""
     out, last = bytearray(), 0
     for number, kind, value in fields:
-        out.append((number - last) << 4 | kind)
+        gap = number - last
+        out += bytes([gap << 4 | kind]) if gap < 16 else bytes([kind]) + varint(number << 1)
         out += _encode_value(kind, value)
         last = number
     return bytes(out) + b"\0"
@@ -50,20 +51,28 @@ def _encode_value(kind: int, value: Any) -> bytes:
     raise ValueError(f"dualstore writes no thrift values of type {kind}")
 
 
+_MAX_DEPTH = 16
+
+
 class Decoder:
     """Reads structs from `data`; `at` is the offset of the next unread byte."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
         self.at = 0
+        self._depth = 0
 
     def struct(self) -> dict[int, Any]:
         """The struct that starts at `at`. Raises IndexError where `data` ends too early."""
+        if self._depth == _MAX_DEPTH:
+            raise IndexError("structs are nested too deep")
+        self._depth += 1
         fields: dict[int, Any] = {}
         last = 0
         while head := self._byte():
             last = last + (head >> 4) if head >> 4 else self._zigzag()
             fields[last] = self._value(head & 0x0F)
+        self._depth -= 1
         return fields
 
     def _value(self, kind: int) -> Any:
@@ -80,7 +89,10 @@ class Decoder:
         if kind in (LIST, SET):
             head = self._byte()
             size = head >> 4 if head >> 4 < 15 else self._varint()
-            return [self._value(head & 0x0F) for _ in range(size)]
+            kind = head & 0x0F
+            if kind in (TRUE, FALSE):
+                return [self._byte() == TRUE for _ in range(size)]
+            return [self._value(kind) for _ in range(size)]
         if kind == STRUCT:
             return self.struct()
         raise IndexError(f"unknown thrift type {kind}")
@@ -99,12 +111,13 @@ class Decoder:
 
     def _varint(self) -> int:
         value = shift = 0
-        while True:
+        while shift < 70:
             byte = self._byte()
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
             shift += 7
+        raise IndexError("a number has more than 64 bits")
 
     def _zigzag(self) -> int:
         value = self._varint()

@@ -89,6 +89,7 @@ class StoreWriter:
         self.flushed_step = -1
         """The last step that a flush has made part of the store."""
         self._nonfinite = 0
+        self._failed: BaseException | None = None
         self._ballast = root / ".ballast.tmp"
         self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast)
         with open(self._ballast, "wb") as file:
@@ -139,7 +140,13 @@ class StoreWriter:
 
     def write_probes(self, layer: Layer, rows: Columns, x: NDArray[Any], y: NDArray[Any]) -> None:
         """Adds probes of one layer."""
-        self._part(self._open.probes, "probes", layer, probe_columns).append(rows, {"x": x, "y": y})
+        part = self._part(self._open.probes, "probes", layer, probe_columns)
+        mark = part.mark()
+        try:
+            part.append(rows, {"x": x, "y": y})
+        except BaseException:
+            part.rollback(mark)
+            raise
 
     def write_samples(self, samples: pa.Table) -> None:
         """Adds samples, columns as in SAMPLES_SCHEMA."""
@@ -164,10 +171,13 @@ class StoreWriter:
             parts.remove(part)
             part.discard()
         try:
+            if self._failed is not None:
+                raise self._failed
             for part in parts:
                 part.finish()
             self.wait()
-        except BaseException:
+        except BaseException as error:
+            self._failed = error
             for part in parts:
                 part.discard()
             raise
@@ -179,7 +189,11 @@ class StoreWriter:
         """Waits until the last flush is on disk; raises what went wrong there."""
         if self._publishing is not None:
             publishing, self._publishing = self._publishing, None
-            publishing.result()
+            try:
+                publishing.result()
+            except BaseException as error:
+                self._failed = error
+                raise
 
     def close(self) -> None:
         """Flushes and syncs; a step under way is dropped. The writer cannot be used afterwards, whether or not this raises."""
@@ -225,8 +239,13 @@ class StoreWriter:
         self._ballast.unlink(missing_ok=True)
 
     def _publish(self, name: str, parts: Sequence[PartWriter], done: _Flush, last_step: int) -> None:
-        for part in parts:
-            part.publish()
+        try:
+            for part in parts:
+                part.publish()
+        except BaseException:
+            for part in parts:
+                part.discard()
+            raise
         if done.samples:
             write_table(self.root / "samples" / name, pa.concat_tables(done.samples))
         if done.steps:

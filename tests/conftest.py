@@ -7,7 +7,9 @@ import pytest
 from jaxtyping import install_import_hook
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; spinning threads would slow each other
-install_import_hook("dualstore", "beartype.beartype")
+HOOKED = ("capture", "coefficients", "kernels", "log", "part", "probes", "ranking", "rows", "scan", "steps", "totals", "weights")
+"""Modules whose signatures are checked while tests run: those that take arrays."""
+install_import_hook([f"dualstore.{name}" for name in HOOKED], "beartype.beartype")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from dualstore.cli import commands
 
 ROOT = Path(__file__).resolve().parents[1]
