@@ -47,7 +47,24 @@ class Database:
                 relation = relation.filter(where)
             return relation.project(expressions).to_arrow_table()
         except duckdb.Error as error:
-            raise QueryError(_explain(error, where, expressions, rows)) from error
+            raise QueryError(_explain(error, f"condition {where!r}" if where is not None else f"expression {expressions!r}", rows)) from error
+
+    def check(self, rows: pa.Table, expression: str, *, condition: bool) -> None:
+        """Raises QueryError unless the expression is one value of each row by itself; a condition must be true or false."""
+        what = f"{'condition' if condition else 'expression'} {expression!r}"
+        try:
+            relation = self._connection.from_arrow(rows)
+            relation.filter(expression if condition else f"({expression}\n) IS NULL")  # refuses aggregates and windows
+            found = relation.project(f"({expression}\n)").to_arrow_table().schema.field(0).type
+        except duckdb.Error as error:
+            raise QueryError(_explain(error, what, rows)) from error
+        if pa.types.is_nested(found) or (condition and not (pa.types.is_boolean(found) or pa.types.is_null(found))):
+            raise QueryError(f"{what}: expected {'true or false' if condition else 'one value'}, found {found}; {_columns(rows)}")
+
+    def has_window(self, expressions: str) -> bool:
+        """Whether a window function is among the expressions: it would see one run of rows at a time."""
+        (found,) = self._connection.execute("SELECT json_serialize_sql($text)", {"text": f"SELECT {expressions}"}).fetchall()
+        return '"class":"WINDOW"' in found[0]
 
     def aggregate(self, rows: pa.Table, by: str, measures: str) -> pa.Table:
         """`SELECT by, measures FROM rows GROUP BY by`, in no particular order."""
@@ -55,7 +72,7 @@ class Database:
         try:
             return self._connection.from_arrow(rows).aggregate(expressions).to_arrow_table()
         except duckdb.Error as error:
-            raise QueryError(_explain(error, None, by, rows)) from error
+            raise QueryError(_explain(error, f"expression {by!r}", rows)) from error
 
     def ordered(self, rows: pa.Table, order: str) -> pa.Table:
         """`SELECT * FROM rows ORDER BY order`."""
@@ -75,10 +92,12 @@ def read_sql(name: str) -> str:
     return files("dualstore.sql").joinpath(f"{name}.sql").read_text()
 
 
-def _explain(error: duckdb.Error, where: str | None, expressions: str, rows: pa.Table) -> str:
-    asked = f"condition {where!r}" if where is not None else f"expression {expressions!r}"
-    columns = [name for name in rows.column_names if not name.startswith("_")]
-    return f"{asked}: {_reason(error)}; columns: {', '.join(columns)}"
+def _explain(error: duckdb.Error, asked: str, rows: pa.Table) -> str:
+    return f"{asked}: {_reason(error)}; {_columns(rows)}"
+
+
+def _columns(rows: pa.Table) -> str:
+    return "columns: " + ", ".join(name for name in rows.column_names if not name.startswith("_"))
 
 
 def _reason(error: duckdb.Error) -> str:

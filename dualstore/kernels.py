@@ -33,7 +33,7 @@ def exact_dots(keys: Float[ndarray, "n d"], query: Float[ndarray, "... d"]) -> F
             sums = work[: len(piece)]
             np.multiply(piece, factor if factor.ndim == 1 else factor[start : start + len(piece)], out=sums)
             _halve(sums)
-            out[start : start + len(piece)] = sums[:, 0] if width else 0.0
+            out[start : start + len(piece)] = sums[:, 0] + 0.0 if width else 0.0  # one zero, not two
     return out
 
 
@@ -52,8 +52,9 @@ def error_bound(width: int, dtype: Any) -> float:
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5: gamma_d = d u / (1 - d u).
     """
     unit = float(np.finfo(dtype).eps) / 2
-    # Two more roundings for the exact value itself and for the comparison.
-    return (width + 2) * unit / (1 - (width + 2) * unit)
+    # The exact value has roundings of its own, one for the product and one a halving; one more is for the comparison.
+    roundings = width + width.bit_length() + 2
+    return roundings * unit / (1 - roundings * unit)
 
 
 def dots(
@@ -81,8 +82,8 @@ def _tile_rows(query_size: int) -> int:
 def _tiles(keys: Float[ndarray, "n d"], columns: Float[ndarray, "d m"], step: int, out: Float[ndarray, "n m"]) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         whole = len(keys) // step * step
-        tiles = keys[:whole].reshape(-1, step, keys.shape[1])
-        np.matmul(tiles, columns, out=out[:whole].reshape(-1, step, out.shape[1]))
+        tiles = keys[:whole].reshape(whole // step, step, keys.shape[1])
+        np.matmul(tiles, columns, out=out[:whole].reshape(whole // step, step, out.shape[1]))
         np.matmul(keys[whole:], columns, out=out[whole:])
 
 

@@ -82,7 +82,7 @@ def find_queries(
         return _given(store, layer, x)
     single = isinstance(test_id, int | np.integer)
     ids = np.atleast_1d(np.asarray(test_id))
-    if ids.dtype.kind not in "iu" or not len(ids):
+    if ids.dtype.kind not in "iu" or ids.ndim != 1 or not len(ids):
         raise QueryError(f"test_id: expected whole numbers, found {test_id!r}")
     rows = ProbeRows.of(store.probes(layer))
     places = [_place(store, layer, rows, int(wanted), position) for wanted in ids]
@@ -109,8 +109,11 @@ def _place(store: "Store", layer: Layer, rows: ProbeRows, test_id: int, position
 def _given(store: "Store", layer: Layer, x: ArrayLike) -> Queries:
     where = f"query for layer {layer.number} ({layer.name})"
     try:
-        vectors = np.atleast_2d(np.asarray(x, dtype=np.float64))
-    except (ValueError, TypeError) as error:
+        given = np.asarray(x)
+        if given.dtype.kind not in "biufO":
+            raise TypeError(f"values of type {given.dtype}")
+        vectors = np.atleast_2d(given.astype(np.float64))
+    except (ValueError, TypeError, RuntimeError) as error:
         raise QueryError(f"{where}: expected numbers, found {error}") from error
     if vectors.ndim != 2 or not len(vectors) or vectors.shape[1] != layer.d_in:
         raise QueryError(f"{where}: expected {layer.d_in} values, or rows of them, found shape {np.shape(x)}")

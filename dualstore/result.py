@@ -18,6 +18,9 @@ class Result:
     """Rows of an answer, in order. `title` says what was asked."""
 
     def __init__(self, table: pa.Table, title: str) -> None:
+        names = list(table.column_names)
+        if len(set(names)) < len(names):
+            table = table.rename_columns(_distinct(names))
         self.table = table
         self.title = title
 
@@ -48,7 +51,7 @@ class Result:
         return iter(self.to_dicts())
 
     def __repr__(self) -> str:
-        rows = [[format_value(value) for value in row.values()] for row in self.table.slice(0, _SHOWN_ROWS).to_pylist()]
+        rows = [[format_value(value) for value in row.values()] for row in self._shown()]
         widths = [max(map(len, column)) for column in zip(self.columns, *rows, strict=True)]
         lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in [self.columns, *rows]]
         return "\n".join([self.title, *lines, *self._omitted()])
@@ -57,14 +60,29 @@ class Result:
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
         rows = (
             "<tr>" + "".join(f"<td>{html.escape(format_value(value))}</td>" for value in row.values()) + "</tr>"
-            for row in self.table.slice(0, _SHOWN_ROWS).to_pylist()
+            for row in self._shown()
         )
         caption = html.escape(" ".join([self.title, *self._omitted()]))
         return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
+    def _shown(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.table.slice(0, min(_SHOWN_ROWS, len(self))).to_pylist()
+        return rows
+
     def _omitted(self) -> list[str]:
         left = len(self) - _SHOWN_ROWS
         return [f"… and {left} more rows"] if left > 0 else []
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """The names, those that were there before with a number behind them."""
+    found: list[str] = []
+    for name in names:
+        number, free = 1, name
+        while free in found:
+            free, number = f"{name}_{number}", number + 1
+        found.append(free)
+    return found
 
 
 def format_value(value: Any) -> str:

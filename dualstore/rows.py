@@ -14,6 +14,9 @@ from dualstore.steps import Steps
 
 __all__ = ["ROW_COLUMNS", "Labelling", "Selection", "Selector"]
 
+_NAN = float("nan")
+"""Stands for every NaN of a group expression: one group, not one for each run of rows."""
+
 ROW_COLUMNS = ("step", "epoch", "sample_id", "position", "label", "task")
 """Columns that `where` and group expressions may use."""
 
@@ -85,6 +88,9 @@ class Selector:
             from dualstore.database import Database  # DuckDB is slow to start; most questions do without
 
             self._database = Database()
+            for expression, condition in ((where, True), (per, False)):
+                if expression is not None:
+                    self._database.check(labelling.empty(), expression, condition=condition)
             self._select(labelling.empty())
 
     def __call__(self, mapping: Mapping, groups: Sequence[Group]) -> Selection:
@@ -101,13 +107,14 @@ class Selector:
 
     def _select(self, table: pa.Table) -> pa.Table:
         numbered = table.append_column("_row", pa.array(np.arange(table.num_rows)))
-        group = "" if self._per is None else f', ({self._per}) AS "_group"'
+        group = "" if self._per is None else f', ({self._per}\n) AS "_group"'
         found = self._database.select(numbered, self._where, "_row" + group)
         if self._per is not None:
             self.value_type = found.schema.field("_group").type
         return found
 
     def _code(self, value: Any) -> int:
+        value = _NAN if value != value else value
         if value not in self._codes:
             self._codes[value] = len(self.values)
             self.values.append(value)

@@ -153,7 +153,7 @@ def _norm(piece: Piece) -> float | None:
 
 def _offer(bests: "list[_Best]", piece: Piece, scores: ndarray | None, norm: float | None) -> None:
     """Gives each query the rows that may be among its best."""
-    if scores is None or norm is None:
+    if scores is None or norm is None or any(best.may_overflow(norm) for best in bests):
         for best in bests:
             best.add(piece, np.arange(len(piece.local)))
         return
@@ -175,11 +175,12 @@ class _Best:
         self._rescored_rows = max(1, options.budget_bytes // 4 // max(1, query.nbytes))
         peak = float(np.abs(query).max(initial=0.0))
         # A power of two is exact; it keeps products of tiny or huge queries inside the range of the fast kernel.
-        self._scale = 2.0 ** -np.frexp(peak)[1] if peak > 0 else 1.0
+        self._scale = 2.0 ** min(1000, -int(np.frexp(peak)[1])) if peak > 0 else 1.0
         self.scaled = (query.astype(np.float64) * self._scale).astype(query.dtype)
         self._scaled_norm = float(np.linalg.norm(self.scaled.astype(np.float64))) * (1 + 1e-12)
         self._bound = error_bound(len(query), query.dtype)
-        self._tiny = len(query) * float(np.finfo(query.dtype).tiny)
+        # What may underflow: in the fast product, and in alpha itself.
+        self._tiny = len(query) * (float(np.finfo(query.dtype).tiny) + 2.0**-1074 * self._scale)
         none = np.zeros(0, np.int64)
         self.value: Float64[ndarray, " r"] = np.zeros(0)
         self.code, self.row, self._step, self._sample, self._position = none, none, none, none, none
@@ -188,18 +189,24 @@ class _Best:
     def _error(self, norm: float) -> float:
         return self._bound * norm * self._scaled_norm + self._tiny * (1 + norm)
 
+    def may_overflow(self, norm: float) -> bool:
+        """Whether alpha may leave the range of float64, where infinities tie although the fast products do not."""
+        return norm * self._scaled_norm >= 2.0**1023 * self._scale
+
     def cut(self, scores: Float[ndarray, " n"], norm: float) -> float:
         """No row of the block whose fast product is below this can be among the best."""
         error = self._error(norm)
         cut = self._kth[0] * self._scale - error
         if np.isneginf(cut) and len(scores) > self._k:
             cut = float(np.partition(scores, len(scores) - self._k)[len(scores) - self._k]) - 2 * error
-        return float(np.nextafter(scores.dtype.type(cut), -np.inf, dtype=scores.dtype))
+        with np.errstate(over="ignore"):
+            return float(np.nextafter(np.float64(cut).astype(scores.dtype), -np.inf, dtype=scores.dtype))
 
     def cuts(self, codes: Int64[ndarray, " n"], norm: float, dtype: np.dtype) -> Float[ndarray, " n"]:
         """`cut` for each row's own group."""
         self._grow(int(codes.max(initial=0)) + 1)
-        cuts = (self._kth * self._scale - self._error(norm)).astype(dtype)
+        with np.errstate(over="ignore"):
+            cuts = (self._kth * self._scale - self._error(norm)).astype(dtype)
         lowered: ndarray = np.nextafter(cuts, -np.inf, dtype=dtype)[codes]
         return lowered
 

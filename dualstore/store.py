@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dualstore.errors import DualstoreWarning, QueryError
@@ -158,6 +159,8 @@ class Store:
         if chosen is None or (test_id is None and x is None):
             return run_sql(self, text, None, None)
         queries = find_queries(self, chosen, x, test_id, position)
+        if len(queries.vectors) > 1:
+            raise QueryError(f"sql: expected one query, found {len(queries.vectors)}; ask once for each")
         return run_sql(self, text, chosen, queries.vectors[0])
 
     def info(self) -> dict[str, Any]:
@@ -171,7 +174,7 @@ class Store:
     def layer(self, layer: int | str) -> Layer:
         """The layer with this number or name. Raises QueryError."""
         for found in self.layers:
-            if layer in (found.number, found.name):
+            if isinstance(layer, str | int | np.integer) and layer in (found.number, found.name):
                 return found
         known = ", ".join(f"{found.number} ({found.name})" for found in self.layers)
         raise QueryError(f"{self.path}: no layer {layer!r}; there are {known}")

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
+from dualstore.errors import QueryError
 from dualstore.kernels import dots64, exact_dots
 from dualstore.probes import ProbeRows, Queries
 from dualstore.result import Result
@@ -43,7 +44,11 @@ def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where
     summed = "abs(alpha)" if absolute else "alpha"
     database = Database(threads=store.options.threads)
     sums = _Sums(database, keys, f"coalesce(fsum({summed}), 0) AS total, count(*) AS count")
-    sums.add(_named(store.labelling.empty().append_column("alpha", pa.array([], pa.float64())), name, 0))
+    none = _named(store.labelling.empty().append_column("alpha", pa.array([], pa.float64())), name, 0)
+    # An aggregate alone makes a row of none; one beside columns is refused by `select`.
+    if by.strip() and (database.select(none, None, by).num_rows or database.has_window(by)):
+        raise QueryError(f"expression {by!r}: expected values of a row by itself, found an aggregate or a window")
+    sums.add(none)
     for vector, number in zip(queries.vectors, queries.names, strict=True):
         for rows in attention(store, layer, vector, select):
             sums.add(_named(rows, name, number))
@@ -70,6 +75,8 @@ class _Sums:
         if not self._sums or sum(table.num_rows for table in self._rows) >= RUN_ROWS:
             self._sums.append(self._database.aggregate(pa.concat_tables(self._rows), self._by, self._measures))
             self._rows = []
+            if {"total", "count"} & set(self._sums[0].column_names[:-2]):
+                raise QueryError(f"expression {self._by!r}: a group cannot be called total or count")
             self._sums = [self._merged()] if len(self._sums) > 16 else self._sums
 
     def result(self, first: str) -> pa.Table:
@@ -161,7 +168,11 @@ class _LabelSums:
 
     def add(self, labels: Int32[ndarray, " n"], rows: Float64[ndarray, "n w"]) -> None:
         found = np.unique(labels[labels >= 0])
-        sums = (labels == found[:, None]).astype(np.float64) @ rows  # (labels, w)
+        if np.isfinite(rows).all():
+            sums = (labels == found[:, None]).astype(np.float64) @ rows  # (labels, w)
+        else:  # 0 * inf would spoil every label
+            with np.errstate(invalid="ignore"):
+                sums = np.array([rows[labels == label].sum(axis=0) for label in found]).reshape(len(found), self._width)
         for label, total in zip(found.tolist(), sums, strict=True):
             self._sums[label] = self._sums[label] + total if label in self._sums else total
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from numpy import ndarray
 
 from dualstore.errors import DualstoreError, InexactError
-from dualstore.log import Log, Mapping
+from dualstore.log import Group, Log, Mapping
 from dualstore.probes import ProbeRows
 from dualstore.schema import Layer
 from dualstore.weights import Affine, rebuild, trained
@@ -106,10 +106,17 @@ def _count_problems(store: "Store", layer: Layer, log: Log, expected: ndarray) -
         if not known.all():
             yield f"{group.part.path}: row group {group.index}: {int((~known).sum())} rows of steps that the optimiser's log lacks"
         np.add.at(counts, np.searchsorted(numbers, steps[known]), 1)
+        if group.max_norm is not None and _largest_norm(group) > group.max_norm:
+            yield f"{group.part.path}: row group {group.index}: keys are longer than its note of norms says; queries may miss them"
     wrong = np.flatnonzero(counts != expected)
     if len(wrong):
         first = wrong[0]
         yield f"{where}: step {numbers[first]}: expected {expected[first]} rows, found {counts[first]}; {len(wrong)} steps differ"
+
+
+def _largest_norm(group: Group) -> float:
+    blocks = Mapping(group.part).blocks(group, ["x"], 1024)
+    return max(float(np.linalg.norm(block["x"].astype(np.float64), axis=1).max()) for _, block in blocks)
 
 
 def _damage(log: Log) -> Iterator[str]:
@@ -146,12 +153,15 @@ def _limits(store: "Store", layer: Layer) -> tuple[float, float]:
     Training rounds the weights once a step, by up to half a unit in the last place of each: a random walk of about
     u |W| sqrt(steps), which no memory can explain. It passes 1e-5 of the weights' change in long, slow training.
     """
-    limit = LIMITS[store.info_file.dtype]
+    dtype = store.info_file.dtype
+    limit = LIMITS[dtype]
     try:
         before, after = trained(store, layer, "initial"), trained(store, layer)
+        if store.weights("final")[f"{layer.name}.weight"].dtype == np.float32:
+            dtype, limit = "float32", LIMITS["float32"]
     except DualstoreError:
         return limit, limit
-    walk = float(np.finfo(store.info_file.dtype).eps) / 2 * np.sqrt(len(store.steps.numbers))
+    walk = float(np.finfo(dtype).eps) / 2 * np.sqrt(len(store.steps.numbers))
     size, change = np.linalg.norm(after.joined), np.linalg.norm(after.joined - before.joined)
     return max(limit, float(2 * walk * size / change)) if change > 0 else limit, max(limit, float(2 * walk))
 

@@ -76,16 +76,20 @@ def rebuild(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"]) -> D
         ("weight", layer.weight_group, (layer.d_out, layer.d_in)),
         ("bias", layer.bias_group, (layer.d_out,)),
     ):
-        buffer = start.get(f"{layer.name}.{kind}.momentum_buffer")
+        name = f"{layer.name}.{kind}"
+        if kind == "weight" or layer.bias:
+            _tensor(start, name, shape, store)
+        buffer = start.get(f"{name}.momentum_buffer")
         coefficients = sgd_coefficients(store.steps, layer, group, buffered=buffer is not None)
-        parts[kind] = (coefficients, _initial(start, f"{layer.name}.{kind}", shape, coefficients, buffer))
+        parts[kind] = (coefficients, _initial(start, name, shape, coefficients, buffer))
     change = Affine(np.zeros((layer.d_out, layer.d_in)), np.zeros(layer.d_out))
     outputs = np.zeros((len(queries), layer.d_out))
-    for steps, x, e in _rows(store, layer):
-        scaled = e * parts["weight"][0].at(steps)[:, None]  # (rows, o)
-        change.weight[...] += scaled.T @ x
-        change.bias[...] += parts["bias"][0].at(steps) @ e
-        outputs += (queries @ x.T) @ scaled
+    with np.errstate(invalid="ignore", over="ignore"):  # recorded NaN and infinity show in the residual
+        for steps, x, e in _rows(store, layer):
+            scaled = e * parts["weight"][0].at(steps)[:, None]  # (rows, o)
+            change.weight[...] += scaled.T @ x
+            change.bias[...] += parts["bias"][0].at(steps) @ e
+            outputs += (queries @ x.T) @ scaled
     return Dual(Affine(parts["weight"][1], parts["bias"][1]), change, outputs)
 
 

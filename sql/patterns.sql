@@ -2,7 +2,8 @@
 -- in: $files, the parts of patterns/layer=*; relations epochs (step, epoch) and tasks (task, name)
 -- out: layer, step, epoch, sample_id, position, label, task, x, e
 SELECT
-    CAST(part.layer AS INTEGER) AS layer,
+    -- Not hive_partitioning: a folder above the store may be called `step=1`.
+    CAST(regexp_extract(part.filename, 'layer=([0-9]+)[/\\][^/\\]*$', 1) AS INTEGER) AS layer,
     part.step,
     epochs.epoch,
     part.sample_id,
@@ -11,6 +12,6 @@ SELECT
     tasks.name AS task,
     part.x,
     part.e
-FROM read_parquet($files, hive_partitioning = true) AS part
+FROM read_parquet($files, filename = true, hive_partitioning = false) AS part
 LEFT JOIN epochs ON epochs.step = part.step
 LEFT JOIN tasks ON tasks.task = part.task

@@ -2,7 +2,8 @@
 -- in: $files, the parts of probes/layer=*; relation tasks (task, name)
 -- out: layer, test_id, position, step, label, task, predicted, x, y
 SELECT
-    CAST(part.layer AS INTEGER) AS layer,
+    -- Not hive_partitioning: a folder above the store may be called `step=1`.
+    CAST(regexp_extract(part.filename, 'layer=([0-9]+)[/\\][^/\\]*$', 1) AS INTEGER) AS layer,
     part.test_id,
     part.position,
     part.step,
@@ -11,5 +12,5 @@ SELECT
     part.predicted,
     part.x,
     part.y
-FROM read_parquet($files, hive_partitioning = true) AS part
+FROM read_parquet($files, filename = true, hive_partitioning = false) AS part
 LEFT JOIN tasks ON tasks.task = part.task

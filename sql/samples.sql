@@ -7,5 +7,5 @@ SELECT
     part.label,
     part.payload,
     part.mime
-FROM read_parquet($files) AS part
+FROM read_parquet($files, hive_partitioning = false) AS part
 LEFT JOIN tasks ON tasks.task = part.task

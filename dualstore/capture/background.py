@@ -34,7 +34,7 @@ class Background:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._jobs: deque[tuple[Callable[[], None], int] | None] = deque()
-        self._waiting_bytes = 0
+        self._waiting_jobs = self._waiting_bytes = 0
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="dualstore-writer", daemon=True)
@@ -46,13 +46,14 @@ class Background:
             self._changed.wait_for(lambda: self._error or not self._waiting_bytes or self._waiting_bytes + size <= self._limit)
             self._raise()
             self._jobs.append((job, size))
+            self._waiting_jobs += 1
             self._waiting_bytes += size
             self._changed.notify_all()
 
     def drain(self) -> None:
         """Waits until all jobs are done."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._waiting_bytes)
+            self._changed.wait_for(lambda: self._error or not self._waiting_jobs)
             self._raise()
 
     def close(self) -> None:
@@ -89,5 +90,6 @@ class Background:
                 self._error = error
             del job, item
             with self._changed:
+                self._waiting_jobs -= 1
                 self._waiting_bytes -= size
                 self._changed.notify_all()

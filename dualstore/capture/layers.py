@@ -40,8 +40,12 @@ def find_layers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Found:
         layers.append(_layer(number, name, module, groups))
         recorded |= {id(module.weight), id(module.bias)}
     names = {id(p): name for name, p in model.named_parameters()}
-    unrecorded = tuple(names.get(p, "a parameter outside the model") for p in groups if p not in recorded)
-    return Found(tuple(layers), modules, unrecorded)
+    unrecorded = [names.get(p, "a parameter outside the model") for p in groups if p not in recorded]
+    seen = {id(module) for some in modules.values() for module in some}
+    for name, module in model.named_modules():  # what else uses a recorded weight, an embedding tied to the last layer say
+        if id(module) not in seen:
+            unrecorded += [f"{name}.{key}" for key, p in module._parameters.items() if id(p) in recorded and p is not None]
+    return Found(tuple(layers), modules, tuple(unrecorded))
 
 
 def _linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:

@@ -106,7 +106,8 @@ class Claim:
         """Values a sample (n,), or a position (n, ...), for each row."""
         if values.shape == self.leading:
             return values.reshape(-1)
-        return np.repeat(values.reshape(len(values), -1)[:, 0], math.prod(self.leading[1:]))
+        one_a_sample = values[(slice(None), *[0] * (values.ndim - 1))]
+        return np.repeat(one_a_sample, math.prod(self.leading[1:]))
 
 
 class EpochCounter:
@@ -123,19 +124,20 @@ class EpochCounter:
 
     def see(self, ids: Int64[ndarray, " n"]) -> int:
         """The epoch of a batch."""
-        places = ids.view(np.uint64)  # a negative id is a huge one
+        if len(ids) and ids.min() < 0:
+            return self.epoch
         try:
-            again = self._seen[places].any()
+            again = self._seen[ids].any()
         except IndexError:
             return self._grow(ids)
         if again:
             self.epoch += 1
             self._seen[:] = False
-        self._seen[places] = True
+        self._seen[ids] = True
         return self.epoch
 
     def _grow(self, ids: Int64[ndarray, " n"]) -> int:
-        if ids.min() < 0 or ids.max() >= self.LARGEST:
+        if ids.max() >= self.LARGEST:
             return self.epoch
         grown = np.zeros(max(int(ids.max()) + 1, 2 * len(self._seen)), bool)
         grown[: len(self._seen)] = self._seen
@@ -166,4 +168,6 @@ def whole_numbers(values: Any, where: str, what: str) -> Int64[ndarray, "..."]:
         raise RecordError(f"{where}: {what}: expected whole numbers, found {values!r}") from error
     if array.dtype.kind not in "iub" and array.size:
         raise RecordError(f"{where}: {what}: expected whole numbers, found {array.dtype}")
+    if array.dtype == np.uint64 and (array > np.iinfo(np.int64).max).any():
+        raise RecordError(f"{where}: {what}: expected whole numbers within 64 bits with a sign, found {array.max()}")
     return array.astype(np.int64)

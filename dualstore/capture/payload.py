@@ -17,34 +17,43 @@ def encode_payloads(payloads: Any) -> list[tuple[bytes, str]]:
 
     Images of floats are scaled together so that their smallest value is black and their largest white.
     """
-    if payloads is None or isinstance(payloads, str | bytes):
+    if isinstance(payloads, str | bytes) or not np.iterable(payloads):
         raise RecordError(f"samples: expected one payload a sample (images or texts), found {type(payloads).__name__}")
     payloads = list(payloads) if not hasattr(payloads, "shape") else payloads
     if len(payloads) and isinstance(payloads[0], str | bytes):
         return [_text(item) for item in payloads]
-    images = [np.asarray(item) for item in payloads]
-    if not images:
-        return []
-    low, high = (float(function([function(image) for image in images])) for function in (np.min, np.max))
+    images = [_image(item) for item in payloads]
+    finite = [image[np.isfinite(image)] for image in images]
+    low = min((float(values.min()) for values in finite if values.size), default=0.0)
+    high = max((float(values.max()) for values in finite if values.size), default=0.0)
     return [(_png(_pixels(image, low, high)), "image/png") for image in images]
 
 
 def _text(item: Any) -> tuple[bytes, str]:
+    if not isinstance(item, str | bytes):
+        raise RecordError(f"samples: expected texts or images, found a text and a {type(item).__name__}")
     return (item, "application/octet-stream") if isinstance(item, bytes) else (item.encode(), "text/plain")
 
 
-def _pixels(image: NDArray[Any], low: float, high: float) -> NDArray[np.uint8]:
-    """(H, W) or (H, W, 3) bytes."""
+def _image(item: Any) -> NDArray[Any]:
+    """(H, W) or (H, W, 3) numbers."""
+    image = np.asarray(item)
     if image.ndim == 3 and image.shape[0] in (1, 3):
         image = np.moveaxis(image, 0, -1)  # (H, W, C)
     if image.ndim == 3 and image.shape[-1] == 1:
         image = image[..., 0]
     if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[-1] != 3) or not image.size:
         raise RecordError(f"samples: expected images of (H, W), (1 or 3, H, W) or (H, W, 1 or 3), found {image.shape}")
+    if image.dtype.kind not in "biuf":
+        raise RecordError(f"samples: expected images of numbers, found {image.dtype}")
+    return image
+
+
+def _pixels(image: NDArray[Any], low: float, high: float) -> NDArray[np.uint8]:
     if image.dtype == np.uint8:
         return image
-    scaled = (image.astype(np.float64) - low) * (255 / (high - low) if high > low else 0.0)
-    return np.nan_to_num(scaled).round().clip(0, 255).astype(np.uint8)
+    scaled = (np.nan_to_num(image.astype(np.float64), nan=low, posinf=high, neginf=low) - low) * (255 / (high - low) if high > low else 0.0)
+    return scaled.round().astype(np.uint8)
 
 
 def _png(pixels: NDArray[np.uint8]) -> bytes:

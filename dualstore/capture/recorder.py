@@ -250,7 +250,10 @@ class Recorder:
             self._probe.see(layer, x, output)
         elif output.requires_grad:
             call = None if self._batch is None else self._call(layer, self._batch, x)
-            output.register_hook(partial(self._error_arrived, layer, call))
+            # Of a view, an operation in place moves the history to its base: the error passes there.
+            base = output._base
+            source = base if base is not None and base.numel() == output.numel() and base.requires_grad else output
+            source.register_hook(partial(self._error_arrived, layer, call))
 
     def _call(self, layer: Layer, batch: Batch, x: torch.Tensor) -> _Call:
         claim = batch.names.claim(layer.number, layer.name, x.shape)
@@ -269,7 +272,7 @@ class Recorder:
         weight = self._weights[layer.number]
         change = self._watch.change(weight) if self._watch.saw(weight) else None
         self._step_begun = True
-        self._put(partial(self._write, call, error.detach(), change), _nbytes(call.x) + _nbytes(error))
+        self._put(partial(self._write, call, error.detach(), error._version, change), _nbytes(call.x) + _nbytes(error))
 
     def _model_called(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._probe is not None:
@@ -294,18 +297,22 @@ class Recorder:
         taken = self._taken or self._look(optimizer)
         self._taken = None
         self._step_begun = False
+        if _skipped(optimizer):
+            for layer in self._found.layers:
+                self._put(partial(self._drop, layer), 0)
+            return
         self._put(partial(self._end_step, self.steps, taken), 0)
         self.steps += 1
 
     # Writing, on the background thread if there is one
 
-    def _write(self, call: _Call, error: torch.Tensor, change: Change | None) -> None:
+    def _write(self, call: _Call, error: torch.Tensor, version: int, change: Change | None) -> None:
         """Adds the patterns of one call. `change` tells, for rows of an earlier backward pass, whether they still count."""
-        if call.x._version != call.version:
-            raise RecordError(
-                f"layer {call.layer.name!r}: its input was changed in place after the forward pass, before it was written; "
-                "make the change on a copy"
-            )
+        for tensor, was, what in ((call.x, call.version, "input"), (error, version, "error")):
+            if tensor._version != was:
+                raise RecordError(
+                    f"layer {call.layer.name!r}: its {what} was changed in place before it was written; make the change on a copy"
+                )
         if change is not None and change.lost:
             self._drop(call.layer)
         self._writer.add_patterns(call.layer, call.claim.columns(), _vectors(call.x, self._dtype), _vectors(error, self._dtype))
@@ -327,7 +334,7 @@ class Recorder:
         batches = list({id(batch): batch for some in self._batches.values() for batch in some}.values())
         for some in self._batches.values():
             some.clear()
-        losses = [float(batch.loss) for batch in batches]
+        losses = [_number(batch.loss) for batch in batches]
         common = {
             "epoch": max((batch.epoch for batch in batches), default=taken.epoch),
             "batch_size": sum(len(batch.names.ids) for batch in batches),
@@ -500,6 +507,12 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimiser passed the step over because GradScaler found infinity: such a step does not exist."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
 def _vectors(tensor: torch.Tensor, dtype: str) -> NDArray[Any]:
     """(rows, width) of the store's type; the tensor's own memory where it already is that."""
     plain = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu", getattr(torch, dtype)).contiguous()
@@ -509,6 +522,10 @@ def _vectors(tensor: torch.Tensor, dtype: str) -> NDArray[Any]:
 def _array(tensor: torch.Tensor) -> NDArray[Any]:
     wide = tensor.detach().cpu()
     return (wide if wide.dtype in (torch.float32, torch.float64) else wide.float()).contiguous().numpy().copy()
+
+
+def _number(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
