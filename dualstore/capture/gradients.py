@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Change", "GradientWatch", "common_factor"]
+__all__ = ["Change", "GradientWatch", "common_factor", "lost"]
 
 _ROWS, _COLUMNS = 16, 32
 """Block of a weight's gradient that is compared; scattered elements would cost a cache miss each."""
@@ -35,11 +35,12 @@ class Change:
         before, now = (tensor.to("cpu", torch.float64).numpy() for tensor in (self.before, self.now))
         return float(now @ now), float(now @ before), float(before @ before)
 
-    @property
-    def lost(self) -> bool:
-        """Whether backward left nothing, or what it left has been thrown away: the gradient is None, or zeros."""
-        now_now, _, before_before = self.products
-        return self.now is None or self.before is None or (now_now == 0 and before_before > 0)
+
+def lost(changes: Sequence[Change]) -> bool:
+    """Whether backward left nothing in a layer's gradients, or what it left has been thrown away: None, or zeros."""
+    there = [change for change in changes if change.before is not None and change.now is not None]
+    now_now, _, before_before = np.sum([(0.0, 0.0, 0.0), *(change.products for change in there)], axis=0)
+    return not there or bool(now_now == 0 and before_before != 0)
 
 
 def common_factor(changes: Iterable[Change]) -> tuple[float, bool]:
@@ -59,6 +60,8 @@ class GradientWatch:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._before: dict[int, torch.Tensor] = {}
+        self._asked: set[int] = set()
+        """Parameters that a backward pass under way has been asked about."""
         self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
 
     def close(self) -> None:
@@ -73,15 +76,23 @@ class GradientWatch:
             return Change(before, None)
         return Change(before, _sample(parameter.grad, whole=before is not None and len(before) == parameter.numel()).clone())
 
-    def saw(self, parameter: torch.Tensor) -> bool:
-        """Whether backward has added to the gradient since the last step."""
-        return id(parameter) in self._before
+    def begins(self, parameter: torch.Tensor) -> bool:
+        """Whether an error that arrives now belongs to another backward pass than the gradient that is there.
+
+        True once for each pass.
+        """
+        if id(parameter) not in self._before or id(parameter) in self._asked:
+            return False
+        self._asked.add(id(parameter))
+        return True
 
     def forget(self) -> None:
         """Forgets all samples, once the step has used the gradients."""
         self._before.clear()
+        self._asked.clear()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        self._asked.discard(id(parameter))
         if parameter.grad is not None:
             before = _sample(parameter.grad).clone()
             # Sparse inputs may leave the block without a gradient; then all of it is compared.

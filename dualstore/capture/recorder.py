@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dualstore.capture.background import Background, Inline
-from dualstore.capture.gradients import Change, GradientWatch, common_factor
+from dualstore.capture.gradients import Change, GradientWatch, common_factor, lost
 from dualstore.capture.layers import Found, find_layers
 from dualstore.capture.names import Claim, EpochCounter, Names, TaskCodes, labels_of
 from dualstore.capture.payload import encode_payloads
@@ -269,10 +269,10 @@ class Recorder:
                 f"layer {layer.name!r}: a gradient arrived for a forward pass outside batch(); "
                 "put it inside `with rec.batch(sample_id=...):`"
             )
-        weight = self._weights[layer.number]
-        change = self._watch.change(weight) if self._watch.saw(weight) else None
+        watched = self._watched[layer.number]
+        changes = [self._watch.change(parameter) for parameter in watched] if self._watch.begins(watched[0]) else None
         self._step_begun = True
-        self._put(partial(self._write, call, error.detach(), error._version, change), _nbytes(call.x) + _nbytes(error))
+        self._put(partial(self._write, call, error.detach(), error._version, changes), _nbytes(call.x) + _nbytes(error))
 
     def _model_called(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._probe is not None:
@@ -306,14 +306,14 @@ class Recorder:
 
     # Writing, on the background thread if there is one
 
-    def _write(self, call: _Call, error: torch.Tensor, version: int, change: Change | None) -> None:
-        """Adds the patterns of one call. `change` tells, for rows of an earlier backward pass, whether they still count."""
+    def _write(self, call: _Call, error: torch.Tensor, version: int, changes: list[Change] | None) -> None:
+        """Adds the patterns of one call. `changes` tell, for rows of an earlier backward pass, whether they still count."""
         for tensor, was, what in ((call.x, call.version, "input"), (error, version, "error")):
             if tensor._version != was:
                 raise RecordError(
                     f"layer {call.layer.name!r}: its {what} was changed in place before it was written; make the change on a copy"
                 )
-        if change is not None and change.lost:
+        if changes is not None and lost(changes):
             self._drop(call.layer)
         self._writer.add_patterns(call.layer, call.claim.columns(), _vectors(call.x, self._dtype), _vectors(error, self._dtype))
         self._batches[call.layer.number].append(call.batch)
@@ -325,7 +325,7 @@ class Recorder:
 
     def _end_step(self, step: int, taken: _Taken) -> None:
         for layer, changes in zip(self._found.layers, taken.changes, strict=True):
-            if self._batches[layer.number] and changes[0].lost:
+            if self._batches[layer.number] and lost(changes):
                 self._drop(layer)
             elif not self._batches[layer.number] and changes[0].products[0] > 0:
                 self._problem(
@@ -435,9 +435,9 @@ class Recorder:
     # What is recorded
 
     def _watched_of(self, layer: Layer) -> list[torch.Tensor]:
-        """The layer's weight, and its bias where that belongs to another parameter group."""
+        """The layer's weight, and its bias where that is trained."""
         module = self._found.modules[layer.number][0]
-        return [module.weight] if layer.bias_group in (-1, layer.weight_group) else [module.weight, module.bias]
+        return [module.weight] if layer.bias_group < 0 else [module.weight, module.bias]
 
     def _tensors(self, *, with_buffers: bool) -> dict[str, NDArray[Any]]:
         """Weights and biases of the recorded layers by name, and the momentum buffers that exist already."""
