@@ -279,7 +279,7 @@ class Recorder:
             self._probe.see_output(output)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        closure = args[0] if args else kwargs.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimiser
         # A closure runs backward within the step: what it left is there to see afterwards.
         self._taken = None if closure is not None else self._look(optimizer)
 
