@@ -39,7 +39,8 @@ _SETTINGS = (
 
 @click.command()
 @store_option
-def demo(store: Path) -> None:
+@click.option("--steps", type=click.IntRange(min=1), default=1800, show_default=True, help="Optimiser steps.")
+def demo(store: Path, steps: int) -> None:
     """Train a small network on scikit-learn's digits, record it, and ask it a few questions.
 
     Replaces a store that an earlier demo made, never another one.
@@ -49,7 +50,7 @@ def demo(store: Path) -> None:
     from dualstore.training import Phase, Settings, prepare, run_phases
 
     digits = prepare(load_digits(), task="digits", kept=None)
-    settings = Settings(steps=1800, batch_size=32, lr=0.02, hidden=64)
+    settings = Settings(steps=steps, batch_size=32, lr=0.02, hidden=64)
     with _progress("training on digits, recording every step") as progress:
         run_phases(store, [Phase([digits], settings.steps)], settings, progress=progress, maker=_DEMO)
     opened = open_from(store)
@@ -124,7 +125,8 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _print_report(report: "Report", seconds: float) -> None:

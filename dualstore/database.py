@@ -47,7 +47,8 @@ class Database:
                 relation = relation.filter(where)
             return relation.project(expressions).to_arrow_table()
         except duckdb.Error as error:
-            raise QueryError(_explain(error, f"condition {where!r}" if where is not None else f"expression {expressions!r}", rows)) from error
+            asked = f"condition {where!r}" if where is not None else f"expression {expressions!r}"
+            raise QueryError(_explain(error, asked, rows)) from error
 
     def check(self, rows: pa.Table, expression: str, *, condition: bool) -> None:
         """Raises QueryError unless the expression is one value of each row by itself; a condition must be true or false."""

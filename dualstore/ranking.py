@@ -42,9 +42,10 @@ def rank_patterns(
 
 
 def _by_group(table: pa.Table, query: Any, per: str | None, values: list[Any], codes: Any) -> pa.Table:
-    """Groups in the order of their values, NULL last; `top_k` numbers them as they appear."""
+    """Groups in the order of their values, NaN and NULL last; `top_k` numbers them as they appear."""
     if per is None:
         return table
-    place = {code: rank for rank, code in enumerate(sorted(range(len(values)), key=lambda c: (values[c] is None, values[c] != values[c], values[c])))}
+    ordered = sorted(range(len(values)), key=lambda code: (values[code] is None, values[code] != values[code], values[code]))
+    place = {code: rank for rank, code in enumerate(ordered)}
     order = np.lexsort((np.arange(len(codes)), np.array([place[code] for code in codes], np.int64), query))
     return table.take(pa.array(order))

@@ -206,6 +206,11 @@ def test_help_is_there_for_every_command() -> None:
     assert "dualstore" in call("--version").stdout
 
 
+def test_the_demo_replaces_its_own_store(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert "exact: the store rebuilds the network" in call("demo", "--store", tmp_path / "s", "--steps", "20").stdout
+
+
 def test_the_demo_never_replaces_what_it_did_not_make(store: Path, tmp_path: Path) -> None:
     fails("demo", "--store", store, match="found something else")
     (tmp_path / "notes.txt").write_text("mine")

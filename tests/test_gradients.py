@@ -320,8 +320,9 @@ def test_a_grad_scaler_may_unscale_before_clipping(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["positional", "keyword"])
-def test_a_closure_that_the_optimiser_calls_is_recorded(tmp_path: Path, named: bool) -> None:
-    run = Run(tmp_path / "store", mlp())
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "gradients worked on in place"])
+def test_a_closure_that_the_optimiser_calls_is_recorded(tmp_path: Path, named: bool, in_place: bool) -> None:
+    run = Run(tmp_path / "store", mlp(), foreach=in_place, nesterov=in_place)
     for step in range(3):
 
         def closure(rows: Sequence[int] = EVERY[4 * step : 4 * step + 4]) -> torch.Tensor:

@@ -47,7 +47,6 @@ def test_the_demo_and_the_tour_run_as_printed(tmp_path: Path) -> None:
         assert found.returncode == 0, f"{line}: {found.stderr}"
         assert found.stdout.strip(), line
         assert not found.stderr, line
-    assert run("dualstore demo", tmp_path).returncode == 0, "a demo replaces its own store"
 
 
 def test_the_continual_example_runs_and_shows_the_effect(tmp_path: Path, data_folder: Path) -> None:

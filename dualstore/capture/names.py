@@ -106,8 +106,8 @@ class Claim:
         """Values a sample (n,), or a position (n, ...), for each row."""
         if values.shape == self.leading:
             return values.reshape(-1)
-        one_a_sample = values[(slice(None), *[0] * (values.ndim - 1))]
-        return np.repeat(one_a_sample, math.prod(self.leading[1:]))
+        first: Any = (slice(None), *[0] * (values.ndim - 1))
+        return np.repeat(values[first], math.prod(self.leading[1:]))
 
 
 class EpochCounter:

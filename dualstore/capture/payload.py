@@ -52,7 +52,8 @@ def _image(item: Any) -> NDArray[Any]:
 def _pixels(image: NDArray[Any], low: float, high: float) -> NDArray[np.uint8]:
     if image.dtype == np.uint8:
         return image
-    scaled = (np.nan_to_num(image.astype(np.float64), nan=low, posinf=high, neginf=low) - low) * (255 / (high - low) if high > low else 0.0)
+    shown = np.nan_to_num(image.astype(np.float64), nan=low, posinf=high, neginf=low)
+    scaled = (shown - low) * (255 / (high - low) if high > low else 0.0)
     return scaled.round().astype(np.uint8)
 
 

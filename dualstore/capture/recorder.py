@@ -59,6 +59,8 @@ class _Taken:
     """For each layer, what became of its watched gradients."""
     idle: list[int]
     epoch: int
+    scale: Any
+    """By what a fused optimiser divides the gradients itself, for GradScaler; None where it does not."""
 
 
 def record(
@@ -289,6 +291,7 @@ class Recorder:
             changes=[[self._watch.change(parameter) for parameter in some] for some in self._watched],
             idle=[number for number, weight in self._weights.items() if weight.grad is None],
             epoch=self._epochs.epoch,
+            scale=getattr(optimizer, "grad_scale", None),
         )
         self._watch.forget()
         return taken
@@ -359,7 +362,7 @@ class Recorder:
                 f"gradients of parameter group {group} were changed before the step other than by one factor; "
                 "values will not be exact"
             )
-        return {"group": group, "clip": factor}
+        return {"group": group, "clip": factor if taken.scale is None else factor / float(taken.scale)}
 
     def _flush(self) -> None:
         self._writer.flush()
