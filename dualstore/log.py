@@ -22,6 +22,9 @@ from dualstore import thrift
 from dualstore.errors import DamagedError
 from dualstore.schema import Column
 
+KEPT_PARTS = 1000
+"""A log of more parts maps them one at a time: the system bounds the number of mappings."""
+
 __all__ = ["Group", "Log", "Mapping", "Part"]
 
 
@@ -48,8 +51,11 @@ class Part:
     Raises DamagedError where the file is not Parquet or lacks a column.
     """
 
-    def __init__(self, path: Path, columns: Sequence[Column]) -> None:
+    def __init__(self, path: Path, columns: Sequence[Column], *, keep: bool = False) -> None:
+        """`keep` says whether the file stays mapped once it was."""
         self.path = path
+        self._keep = keep
+        self._mapping: Mapping | None = None
         self.columns = {column.name: column for column in columns}
         try:
             self.metadata = pq.read_metadata(path)
@@ -73,6 +79,14 @@ class Part:
         except (KeyError, ValueError):
             return {}
         return note if isinstance(note, dict) else {}
+
+    @property
+    def mapping(self) -> "Mapping":
+        """The mapped file. Mapping and unmapping costs a third of reading it from memory."""
+        mapping = self._mapping or Mapping(self)
+        if self._keep:
+            self._mapping = mapping
+        return mapping
 
     def _check(self, column: Column) -> None:
         index = self.schema.get_field_index(column.name)
@@ -99,6 +113,7 @@ class Mapping:
 
     def __init__(self, part: Part) -> None:
         self.part = part
+        self._found: dict[tuple[int, str], tuple[int, int] | None] = {}
         try:
             self._file = pa.memory_map(str(part.path))
             self._bytes = self._file.read_buffer()
@@ -108,7 +123,7 @@ class Mapping:
     def column(self, group: Group, name: str) -> pa.Array | None:
         """The column of a row group as a zero-copy Arrow array; None where the file does not allow it."""
         column = self.part.columns[name]
-        span = self._values(group, column)
+        span = self._span(group, column)
         if span is None:
             return None
         scalar = pa.from_numpy_dtype(np.dtype(column.dtype))
@@ -139,11 +154,17 @@ class Mapping:
 
     def prefetch(self, group: Group, name: str) -> None:
         """Asks the system to read the column of a row group soon."""
-        span = self._values(group, self.part.columns[name])
+        span = self._span(group, self.part.columns[name])
         if span is not None:
             descriptor = os.open(self.part.path, os.O_RDONLY)
             os.posix_fadvise(descriptor, span[0], span[1], os.POSIX_FADV_WILLNEED)
             os.close(descriptor)
+
+    def _span(self, group: Group, column: Column) -> tuple[int, int] | None:
+        key = (group.index, column.name)
+        if key not in self._found:
+            self._found[key] = self._values(group, column)
+        return self._found[key]
 
     def _values(self, group: Group, column: Column) -> tuple[int, int] | None:
         """(offset, size) of the column's values in the file; None unless they are one plain run of bytes."""
@@ -199,7 +220,7 @@ class Log:
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
-        self.parts = [Part(path, columns) for path in paths]
+        self.parts = [Part(path, columns, keep=len(paths) <= KEPT_PARTS) for path in paths]
 
     @property
     def rows(self) -> int:

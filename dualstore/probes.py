@@ -9,7 +9,7 @@ from numpy import ndarray
 from numpy.typing import ArrayLike
 
 from dualstore.errors import QueryError
-from dualstore.log import Group, Log, Mapping
+from dualstore.log import Group, Log
 from dualstore.schema import Layer
 from dualstore.shapes import Bool, Float, Int32, Int64
 
@@ -140,4 +140,4 @@ def scalars(log: Log, name: str) -> ndarray:
 
 
 def _group_array(group: Group, name: str) -> ndarray:
-    return Mapping(group.part).array(group, name)
+    return group.part.mapping.array(group, name)

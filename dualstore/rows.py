@@ -40,7 +40,7 @@ class Labelling:
         owners = np.searchsorted([group.first for group in log.groups], rows, side="right") - 1
         for owner in np.unique(owners):
             group, mine = log.groups[owner], np.flatnonzero(owners == owner)
-            mapping = Mapping(group.part)
+            mapping = group.part.mapping
             for name, column in columns.items():
                 column[mine] = mapping.array(group, name)[rows[mine] - group.first]
         return self._build(**columns)

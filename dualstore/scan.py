@@ -61,7 +61,7 @@ class Piece:
 def pieces(log: Log, select: Selector, block_rows: int) -> Iterator[Piece]:
     """All selected rows of a log in order, at most `block_rows` at a time; reads nothing where nothing is selected."""
     for run in log.chunks(RUN_ROWS):
-        mapping = Mapping(run[0].part)
+        mapping = run[0].part.mapping
         selection = select(mapping, run)
         for index, group in enumerate(run):
             if index + 1 < len(run):

@@ -49,6 +49,7 @@ class Store:
         steps = self._parts("steps")
         self._committed = {part.name for part in steps}
         self.steps = Steps.read(steps)
+        self._logs: dict[str, Log] = {}
         self.labelling = Labelling(self.steps, self.info_file.tasks)
         if self.info_file.status == "recording":
             last = f"it is complete up to step {self.last_step}" if len(self.steps.numbers) else "no step of it is complete"
@@ -201,7 +202,9 @@ class Store:
         return [path for layer in self.layers for path in self._parts(f"{folder}/layer={layer.number}")]
 
     def _log(self, folder: str, columns: Sequence[Column]) -> Log:
-        return Log(self._parts(folder), columns)
+        if folder not in self._logs:
+            self._logs[folder] = Log(self._parts(folder), columns)
+        return self._logs[folder]
 
     def _parts(self, folder: str) -> list[Path]:
         found = sorted((self.path / folder).glob("part-*.parquet"))

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from numpy import ndarray
 
 from dualstore.errors import DualstoreError, InexactError
-from dualstore.log import Group, Log, Mapping
+from dualstore.log import Group, Log
 from dualstore.probes import ProbeRows
 from dualstore.schema import Layer
 from dualstore.weights import Affine, rebuild, trained
@@ -98,7 +98,7 @@ def _count_problems(store: "Store", layer: Layer, log: Log, expected: ndarray) -
     counts = np.zeros(len(numbers), np.int64)
     last = -1
     for group in log.groups:
-        steps = Mapping(group.part).array(group, "step")
+        steps = group.part.mapping.array(group, "step")
         if (np.diff(steps) < 0).any() or steps[0] < last:
             yield f"{group.part.path}: row group {group.index}: rows are not in step order; a part may be there twice"
         last = int(steps[-1])
@@ -115,7 +115,7 @@ def _count_problems(store: "Store", layer: Layer, log: Log, expected: ndarray) -
 
 
 def _largest_norm(group: Group) -> float:
-    blocks = Mapping(group.part).blocks(group, ["x"], 1024)
+    blocks = group.part.mapping.blocks(group, ["x"], 1024)
     return max(float(np.linalg.norm(block["x"].astype(np.float64), axis=1).max()) for _, block in blocks)
 
 

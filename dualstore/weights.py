@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 
 from dualstore.coefficients import Coefficients, sgd_coefficients
 from dualstore.errors import DamagedError, InexactError, StoreError
-from dualstore.log import Mapping
 from dualstore.schema import Layer
 from dualstore.shapes import Float64
 
@@ -130,5 +129,5 @@ def _initial(
 def _rows(store: "Store", layer: Layer) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
     """(steps, x, e) of all patterns, x and e in float64."""
     for group in store.patterns(layer).groups:
-        for _, block in Mapping(group.part).blocks(group, ["step", "x", "e"], _BLOCK_ROWS):
+        for _, block in group.part.mapping.blocks(group, ["step", "x", "e"], _BLOCK_ROWS):
             yield block["step"], block["x"].astype(np.float64), block["e"].astype(np.float64)

@@ -149,9 +149,7 @@ class Recorder:
         self._handles = self._hook()
 
     @contextmanager
-    def batch(
-        self, sample_id: Any, label: Any = None, task: str | Sequence[str] | None = None, epoch: int | None = None
-    ) -> Iterator[Batch]:
+    def batch(self, sample_id: Any, label: Any = None, task: Any = None, epoch: int | None = None) -> Iterator[Batch]:
         """Names the samples of one batch while the model runs on it; put forward and backward inside.
 
         Args:
@@ -280,10 +278,18 @@ class Recorder:
         if self._probe is not None:
             self._probe.see_output(output)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimiser
-        # A closure runs backward within the step: what it left is there to see afterwards.
-        self._taken = None if closure is not None else self._look(optimizer)
+        if closure is None:
+            self._taken = self._look(optimizer)
+            return None
+
+        def looked() -> Any:  # after the step the optimiser may have worked in place on the gradients
+            loss = closure()
+            self._taken = self._look(optimizer)
+            return loss
+
+        return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
 
     def _look(self, optimizer: torch.optim.Optimizer) -> _Taken:
         taken = _Taken(
@@ -297,8 +303,8 @@ class Recorder:
         return taken
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        taken = self._taken or self._look(optimizer)
-        self._taken = None
+        taken, self._taken = self._taken, None
+        assert taken is not None
         self._step_begun = False
         if _skipped(optimizer):
             for layer in self._found.layers:
