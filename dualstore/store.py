@@ -49,7 +49,7 @@ class Store:
         steps = self._parts("steps")
         self._committed = {part.name for part in steps}
         self.steps = Steps.read(steps)
-        self._logs: dict[str, Log] = {}
+        self._logs: dict[str, tuple[Any, Log]] = {}
         self.labelling = Labelling(self.steps, self.info_file.tasks)
         if self.info_file.status == "recording":
             last = f"it is complete up to step {self.last_step}" if len(self.steps.numbers) else "no step of it is complete"
@@ -202,12 +202,23 @@ class Store:
         return [path for layer in self.layers for path in self._parts(f"{folder}/layer={layer.number}")]
 
     def _log(self, folder: str, columns: Sequence[Column]) -> Log:
-        if folder not in self._logs:
-            self._logs[folder] = Log(self._parts(folder), columns)
-        return self._logs[folder]
+        """The log of a folder: the one used before, whose parts may be mapped already, unless a file has changed."""
+        paths = self._parts(folder)
+        state = tuple((path, *_state(path)) for path in paths)
+        known, log = self._logs.get(folder, (None, None))
+        if log is None or known != state:
+            log = Log(paths, columns)
+            self._logs[folder] = (state, log)
+        return log
 
     def _parts(self, folder: str) -> list[Path]:
         found = sorted((self.path / folder).glob("part-*.parquet"))
         if self.info_file.status != "complete" and folder.startswith("patterns"):
             found = [path for path in found if path.name in self._committed]
         return found
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """What changes when a file is written anew."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
