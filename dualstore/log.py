@@ -114,6 +114,7 @@ class Mapping:
     def __init__(self, part: Part) -> None:
         self.part = part
         self._found: dict[tuple[int, str], tuple[int, int] | None] = {}
+        self._arrays: dict[tuple[int, str], NDArray[Any] | None] = {}
         try:
             self._file = pa.memory_map(str(part.path))
             self._bytes = self._file.read_buffer()
@@ -134,9 +135,13 @@ class Mapping:
 
     def array(self, group: Group, name: str) -> NDArray[Any]:
         """The column of a row group as numpy sees it, (rows,) or (rows, width); decoded where it cannot be mapped."""
-        found = self.column(group, name)
-        if found is not None:
-            return _as_numpy(found, self.part.columns[name])
+        key = (group.index, name)
+        if key not in self._arrays:
+            found = self.column(group, name)
+            self._arrays[key] = None if found is None else _as_numpy(found, self.part.columns[name])
+        array = self._arrays[key]
+        if array is not None:
+            return array
         return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])
 
     def blocks(self, group: Group, names: Sequence[str], rows: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:

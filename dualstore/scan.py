@@ -220,6 +220,8 @@ class _Best:
         codes = np.zeros(len(index), np.int64) if piece.codes is None else piece.codes[index]
         self._grow(int(codes.max(initial=0)) + 1)
         wanted = values >= self._kth[codes]  # False for NaN
+        if not wanted.any():
+            return
         local = piece.local[index[wanted]]
         ids = (piece.mapping.array(piece.group, name)[local] for name in ("step", "sample_id", "position"))
         found = (values[wanted], codes[wanted], local + piece.group.first, *ids)
