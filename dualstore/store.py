@@ -80,7 +80,8 @@ class Store:
         """The patterns with the largest alpha = x_t . x, of all that were recorded: exact, in order.
 
         Args:
-            x: the query, (d_in,) or (m, d_in) for m queries in one pass; or give `test_id`, one or several.
+            x: the query, (d_in,) or (m, d_in) for m queries in one pass, rounded to the store's dtype; or give `test_id`,
+                one or several.
             layer: number or name.
             position: of the probe's rows at this layer; by default the last.
             top: how many, for each query and group.
