@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from numpy import ndarray
 
@@ -85,7 +86,7 @@ def test_patterns_hold_every_row_of_every_layer(store: Store) -> None:
     found = store.sql("SELECT * FROM patterns").to_arrow()
     assert found.column_names == ["layer", *ROW, "x", "e"]
     for number, rows in enumerate(LAYERS):
-        mine = found.filter(pa.compute.equal(found.column("layer"), number)).to_pydict()
+        mine = found.filter(pc.equal(found.column("layer"), number)).to_pydict()
         got = sorted(zip(*(mine[name] for name in [*ROW[:5], "x", "e"]), mine["task"], strict=True), key=repr)
         columns = [getattr(rows, name).tolist() for name in [*ROW[:5], "x", "e"]]
         assert got == sorted(zip(*columns, task_names(rows.task), strict=True), key=repr)
