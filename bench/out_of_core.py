@@ -29,8 +29,8 @@ print(next(line for line in open("/proc/self/status") if line.startswith("RssAno
 """
 
 
-def make_cgroup() -> tuple[Path, str] | None:
-    """A new memory cgroup of LIMIT bytes and the file that takes process ids; None where none can be made."""
+def make_cgroup() -> Path | None:
+    """A new memory cgroup of LIMIT bytes; None where none can be made."""
     for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
         group = root / f"dualstore-bench-{os.getpid()}"
         try:
@@ -40,7 +40,7 @@ def make_cgroup() -> tuple[Path, str] | None:
             if group.is_dir():
                 group.rmdir()
             continue
-        return group, "cgroup.procs"
+        return group
     return None
 
 
@@ -62,11 +62,10 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--store", type=Path, help="a store of the MNIST run; by default it is recorded first")
     options = parser.parse_args()
-    found = make_cgroup()
-    if found is None:
+    group = make_cgroup()
+    if group is None:
         print("skipped: no memory cgroup can be made here (needs root and cgroup v1 or v2 with the memory controller)")
         return
-    group, _ = found
     try:
         with work_folder() as folder:
             store = options.store or folder / "store"

@@ -79,10 +79,6 @@ class Database:
         """`SELECT * FROM rows ORDER BY order`."""
         return self._connection.from_arrow(rows).order(order).to_arrow_table()
 
-    def close(self) -> None:
-        """Ends the connection."""
-        self._connection.close()
-
     def _relations(self) -> Sequence[str]:
         found = self._connection.execute("SELECT view_name FROM duckdb_views() WHERE NOT internal ORDER BY 1").fetchall()
         return [name for (name,) in found]
