@@ -4,8 +4,6 @@
 operation is one IEEE float64 operation, so the bits of alpha are the same for any block, thread count and machine.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ __all__ = ["dots", "dots64", "error_bound", "exact_dots"]
 
 _EXACT_ROWS = 128
 """Rows that `exact_dots` works on at once: 128 x 800 float64 stay in the second-level cache."""
+_SMALL_VECTOR_PRODUCT = 32_768
 _SMALL_PRODUCT = 500_000
 _PANEL_ROWS = 1024
 
@@ -57,57 +56,38 @@ def error_bound(width: int, dtype: Any) -> float:
     return roundings * unit / (1 - roundings * unit)
 
 
-def dots(
-    keys: Float[ndarray, "n d"], queries: Float[ndarray, "m d"], pool: ThreadPoolExecutor, threads: int
-) -> Float[ndarray, "n m"]:
+def dots(keys: Float[ndarray, "n d"], queries: Float[ndarray, "m d"]) -> Float[ndarray, "n m"]:
     """All products in the keys' own precision, off by at most `error_bound`."""
-    out = np.empty((len(keys), len(queries)), keys.dtype)
-    step = _tile_rows(queries.size)
+    rows, width = keys.shape
+    out = np.empty((rows, len(queries)), keys.dtype)
+    columns = np.ascontiguousarray(queries.T)
+    step = _tile_rows(width, len(queries))
+    whole = rows // step * step
     with np.errstate(over="ignore", invalid="ignore"):
-        if len(queries) == 1:
-            np.dot(keys, queries[0], out=out[:, 0])  # bound by memory; BLAS brings its own threads
-        else:
-            columns = np.ascontiguousarray(queries.T)
-            _split(len(keys), step, pool, threads, lambda a, b: _tiles(keys[a:b], columns, step, out[a:b]))
+        for part, tile in ((slice(0, whole), step), (slice(whole, rows), rows - whole)):
+            if tile:
+                count = (part.stop - part.start) // tile
+                tiles, found = keys[part].reshape(count, tile, width), out[part].reshape(count, tile, len(queries))
+                if len(queries) == 1:
+                    np.matmul(tiles, columns[:, 0], out=found[:, :, 0])
+                else:
+                    np.matmul(tiles, columns, out=found)
     return out
 
 
-def _tile_rows(query_size: int) -> int:
-    # Products this small are done by OpenBLAS without packing the keys first and without its own threads:
-    # twice as fast for 16 queries, and a few queries are what one pass usually carries (bench/scan_speed.py).
-    rows = _SMALL_PRODUCT // max(1, query_size)
+def _tile_rows(width: int, queries: int) -> int:
+    # BLAS does products this small without its own threads, which would wait for each other when the scan has some,
+    # and without packing the keys first: twice as fast for 16 queries (bench/scan_speed.py).
+    rows = _SMALL_VECTOR_PRODUCT // max(1, width) if queries == 1 else _SMALL_PRODUCT // max(1, width * queries)
     return 1 << rows.bit_length() - 1 if rows >= 8 else _PANEL_ROWS
 
 
-def _tiles(keys: Float[ndarray, "n d"], columns: Float[ndarray, "d m"], step: int, out: Float[ndarray, "n m"]) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        whole = len(keys) // step * step
-        tiles = keys[:whole].reshape(whole // step, step, keys.shape[1])
-        np.matmul(tiles, columns, out=out[:whole].reshape(whole // step, step, out.shape[1]))
-        np.matmul(keys[whole:], columns, out=out[whole:])
-
-
-def dots64(
-    keys: Float[ndarray, "n d"], queries: Float64[ndarray, "m d"], pool: ThreadPoolExecutor, threads: int
-) -> Float64[ndarray, "n m"]:
+def dots64(keys: Float[ndarray, "n d"], queries: Float64[ndarray, "m d"]) -> Float64[ndarray, "n m"]:
     """All products in float64: equal to `exact_dots` up to the order of summation."""
     out = np.empty((len(keys), len(queries)))
     columns = np.ascontiguousarray(queries.T)
-
-    def piece(start: int, stop: int) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            for a in range(start, stop, _EXACT_ROWS):
-                b = min(stop, a + _EXACT_ROWS)
-                np.matmul(keys[a:b].astype(np.float64), columns, out=out[a:b])
-
-    _split(len(keys), _EXACT_ROWS, pool, threads, piece)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(keys), _EXACT_ROWS):
+            piece = slice(start, start + _EXACT_ROWS)
+            np.matmul(keys[piece].astype(np.float64), columns, out=out[piece])
     return out
-
-
-def _split(rows: int, step: int, pool: ThreadPoolExecutor, threads: int, work: Callable[[int, int], None]) -> None:
-    """Calls work(start, stop) over `rows` in `threads` pieces whose borders are multiples of `step`."""
-    size = max(step, -(-rows // (threads * step)) * step)
-    if size >= rows:
-        work(0, rows)
-        return
-    list(pool.map(lambda start: work(start, min(rows, start + size)), range(0, rows, size)))

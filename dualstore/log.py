@@ -135,35 +135,41 @@ class Mapping:
 
     def array(self, group: Group, name: str) -> NDArray[Any]:
         """The column of a row group as numpy sees it, (rows,) or (rows, width); decoded where it cannot be mapped."""
+        array = self._view(group, name)
+        if array is not None:
+            return array
+        return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])
+
+    def _view(self, group: Group, name: str) -> NDArray[Any] | None:
         key = (group.index, name)
         if key not in self._arrays:
             found = self.column(group, name)
             self._arrays[key] = None if found is None else _as_numpy(found, self.part.columns[name])
-        array = self._arrays[key]
-        if array is not None:
-            return array
-        return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])
+        return self._arrays[key]
 
     def blocks(self, group: Group, names: Sequence[str], rows: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """Consecutive pieces of at most `rows` rows: (first row in the group, {column: array}).
 
         Mapped columns are views of the file; decoded ones are held one piece at a time.
         """
-        found = {name: self.column(group, name) for name in names}
-        if any(array is None for array in found.values()):
+        found = {name: self._view(group, name) for name in names}
+        arrays = {name: array for name, array in found.items() if array is not None}
+        if len(arrays) < len(found):
             yield from self._decoded(group, names, rows)
             return
-        arrays = {name: _as_numpy(array, self.part.columns[name]) for name, array in found.items()}
         for start in range(0, group.rows, rows):
             yield start, {name: array[start : start + rows] for name, array in arrays.items()}
 
     def prefetch(self, group: Group, name: str) -> None:
-        """Asks the system to read the column of a row group soon."""
+        """Asks the system to read the column of a row group soon, unless it seems to be in memory."""
         span = self._span(group, self.part.columns[name])
         if span is not None:
             descriptor = os.open(self.part.path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, span[0], span[1], os.POSIX_FADV_WILLNEED)
-            os.close(descriptor)
+            try:
+                if not all(_in_memory(descriptor, at) for at in (span[0], sum(span) - 1)):
+                    os.posix_fadvise(descriptor, span[0], span[1], os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
 
     def _span(self, group: Group, column: Column) -> tuple[int, int] | None:
         key = (group.index, column.name)
@@ -287,6 +293,13 @@ def _names_other_encoding(chunk: memoryview, known: Sequence[str]) -> bool:
         header = thrift.Decoder(chunk).struct()
         return (header[5][2] if header[1] == 0 else header[8][4]) == 9 and "BYTE_STREAM_SPLIT" not in known
     except (IndexError, KeyError, TypeError):
+        return False
+
+
+def _in_memory(descriptor: int, offset: int) -> bool:
+    try:
+        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:  # not in memory, or the file system cannot tell
         return False
 
 

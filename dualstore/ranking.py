@@ -9,8 +9,8 @@ from dualstore.errors import QueryError
 from dualstore.probes import Queries
 from dualstore.result import Result
 from dualstore.rows import ROW_COLUMNS, Selector
-from dualstore.scan import top_k
 from dualstore.schema import Layer
+from dualstore.topk import top_k
 
 if TYPE_CHECKING:
     from dualstore.store import Store

@@ -1,7 +1,6 @@
 """Sums of alpha over groups, and the paper's vote: the label with the largest sum."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from dualstore.kernels import dots64, exact_dots
 from dualstore.probes import ProbeRows, Queries
 from dualstore.result import Result
 from dualstore.rows import Selector
-from dualstore.scan import RUN_ROWS, pieces
+from dualstore.scan import RUN_ROWS, Piece, block_rows_of, computed, pieces
 from dualstore.schema import Layer
 from dualstore.shapes import Float64, Int32
 
@@ -149,12 +148,16 @@ def _signed_totals(store: "Store", layer: Layer, vectors: Float64[ndarray, "p d"
 def _absolute_totals(store: "Store", layer: Layer, vectors: Float64[ndarray, "p d"], select: Selector) -> tuple[ndarray, ndarray]:
     """Labels and, for each probe, the sums of |alpha| over their patterns."""
     sums = _LabelSums(len(vectors))
-    block_rows = max(64, store.options.budget_bytes // 4 // (8 * len(vectors)) // 64 * 64)
-    with ThreadPoolExecutor(store.options.threads) as pool:
-        for piece in pieces(store.patterns(layer), select, block_rows):
-            labels = piece.mapping.array(piece.group, "label")[piece.local]
-            alphas = dots64(piece.selected_keys(slice(None)), vectors, pool, store.options.threads)
-            sums.add(labels, np.abs(alphas, out=alphas))
+    threads = store.options.threads
+    block_rows = block_rows_of(store.options.budget_bytes * 3 // 4, 8 * (layer.d_in + len(vectors)), threads)
+
+    def sizes(piece: Piece) -> Float64[ndarray, "n p"]:
+        alphas = dots64(piece.selected_keys(slice(None)), vectors)
+        np.abs(alphas, out=alphas)
+        return alphas
+
+    for piece, found in computed(pieces(store.patterns(layer), select, block_rows), sizes, threads):
+        sums.add(piece.mapping.array(piece.group, "label")[piece.local], found)
     labels, totals = sums.result()
     return labels, totals.T
 

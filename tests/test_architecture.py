@@ -12,7 +12,7 @@ import dualstore
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "errors", "shapes", "schema", "thrift", "spool", "part", "log", "steps", "writer", "database", "kernels", "rows", "scan",
-    "result", "probes", "ranking", "totals", "relations", "coefficients", "weights", "verify", "summary", "store",
+    "topk", "result", "probes", "ranking", "totals", "relations", "coefficients", "weights", "verify", "summary", "store",
     "capture", "datasets", "training",
 )  # fmt: skip
 CAPTURE = ("background", "gradients", "layers", "names", "payload", "recorder")

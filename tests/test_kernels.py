@@ -1,8 +1,6 @@
 """Dot products: the bits of alpha depend on the two vectors alone, and the fast products keep within their bound."""
 
 import math
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -18,12 +16,6 @@ from tests import reference
 WIDTHS = [1, 2, 3, 8, 31, 100, 784, 3000]
 KINDS = ["normal", "positive", "cancelling", "graded", "denormal", "zeros"]
 DTYPES = ["float32", "float64"]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(3) as threads:
-        yield threads
 
 
 def vectors(kind: str, rows: int, width: int, dtype: Any, seed: int) -> ndarray:
@@ -146,7 +138,7 @@ def test_the_error_bound_is_what_the_analysis_gives(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fast_products_keep_within_their_bound(kind: str, width: int, dtype: str, pool: ThreadPoolExecutor) -> None:
+def test_fast_products_keep_within_their_bound(kind: str, width: int, dtype: str) -> None:
     keys = vectors(kind, 40, width, dtype, 9)
     hard = query_like(kind, width, dtype, 9)
     # Keys that are equal, opposite and equal in size to the query: where |x q| adds up to all of |x| |q|.
@@ -154,8 +146,8 @@ def test_fast_products_keep_within_their_bound(kind: str, width: int, dtype: str
     queries = np.stack([hard, *vectors("normal", 3, width, dtype, 10)])
     # What underflows is lost whatever the magnitude of the rest; the scan allows for it in the same way.
     lost = width * float(np.finfo(dtype).tiny)
-    for count, threads in ((1, 1), (2, 1), (4, 2), (4, 3)):
-        found = dots(keys, queries[:count], pool, threads).astype(np.float64)
+    for count in (1, 2, 4):
+        found = dots(keys, queries[:count]).astype(np.float64)
         assert found.shape == (40, count)
         for j in range(count):
             allowed = error_bound(width, dtype) * norms(keys) * norms(queries[j : j + 1]) + lost
@@ -167,51 +159,44 @@ def test_fast_products_keep_within_their_bound(kind: str, width: int, dtype: str
     rows=st.integers(0, 2500),
     count=st.integers(1, 40),
     width=st.integers(1, 40),
-    threads=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
-def test_products_of_whole_numbers_are_exact_for_every_shape_and_number_of_threads(
-    pool: ThreadPoolExecutor, rows: int, count: int, width: int, threads: int, dtype: str, seed: int
-) -> None:
+def test_products_of_whole_numbers_are_exact_for_every_shape(rows: int, count: int, width: int, dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     keys, queries = rng.integers(-9, 10, (rows, width)), rng.integers(-9, 10, (count, width))
     expected = keys @ queries.T
-    np.testing.assert_array_equal(dots(keys.astype(dtype), queries.astype(dtype), pool, threads), expected)
-    np.testing.assert_array_equal(dots64(keys.astype(dtype), queries.astype(np.float64), pool, threads), expected)
+    np.testing.assert_array_equal(dots(keys.astype(dtype), queries.astype(dtype)), expected)
+    np.testing.assert_array_equal(dots64(keys.astype(dtype), queries.astype(np.float64)), expected)
 
 
-def test_fast_products_cover_every_row_of_large_batches(pool: ThreadPoolExecutor) -> None:
+def test_fast_products_cover_every_row_of_large_batches() -> None:
     rng = np.random.default_rng(0)
     keys, queries = rng.integers(-3, 4, (5000, 800)), rng.integers(-3, 4, (70, 800))
     expected = (keys.astype(np.float64) @ queries.T.astype(np.float64)).astype(np.float32)
-    for threads in (1, 2, 3):
-        np.testing.assert_array_equal(dots(keys.astype(np.float32), queries.astype(np.float32), pool, threads), expected)
+    np.testing.assert_array_equal(dots(keys.astype(np.float32), queries.astype(np.float32)), expected)
 
 
-def test_fast_products_of_empty_vectors_are_zero(pool: ThreadPoolExecutor) -> None:
+def test_fast_products_of_empty_vectors_are_zero() -> None:
     for count in (1, 3):
-        assert dots(np.zeros((5, 0), np.float32), np.zeros((count, 0), np.float32), pool, 2).tolist() == [[0.0] * count] * 5
-        assert dots64(np.zeros((5, 0), np.float32), np.zeros((count, 0)), pool, 2).tolist() == [[0.0] * count] * 5
+        assert dots(np.zeros((5, 0), np.float32), np.zeros((count, 0), np.float32)).tolist() == [[0.0] * count] * 5
+        assert dots64(np.zeros((5, 0), np.float32), np.zeros((count, 0))).tolist() == [[0.0] * count] * 5
 
 
-def test_fast_products_of_unbounded_keys_do_not_warn(pool: ThreadPoolExecutor) -> None:
+def test_fast_products_of_unbounded_keys_do_not_warn() -> None:
     keys = np.array([[3e38, 3e38], [np.inf, -np.inf], [np.nan, 0]] * 100, np.float32)
     for count in (1, 4):
         queries = np.full((count, 2), 3e38, np.float32)
-        assert not np.isfinite(dots(keys, queries, pool, 2)).any()
-        assert np.isfinite(dots64(keys, queries.astype(np.float64), pool, 2)).reshape(-1, 3, count)[:, 0].all()
+        assert not np.isfinite(dots(keys, queries)).any()
+        assert np.isfinite(dots64(keys, queries.astype(np.float64))).reshape(-1, 3, count)[:, 0].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_double_precision_products_equal_alpha_up_to_the_order_of_summation(
-    kind: str, width: int, dtype: str, pool: ThreadPoolExecutor
-) -> None:
+def test_double_precision_products_equal_alpha_up_to_the_order_of_summation(kind: str, width: int, dtype: str) -> None:
     keys, query = vectors(kind, 5, width, dtype, 11), query_like(kind, width, dtype, 11)
     expected, allowed = reference.alphas(keys, query), error_bound(width, np.float64) * magnitudes(keys, query)
-    for threads in (1, 2, 3):
-        found = dots64(np.tile(keys, (60, 1)), np.stack([query, -query]).astype(np.float64), pool, threads)
-        for column in (found[:, 0], -found[:, 1]):
-            assert (np.abs(column.reshape(60, 5) - expected) <= allowed + width * 2.0**-1022).all()
+    found = dots64(np.tile(keys, (60, 1)), np.stack([query, -query]).astype(np.float64))
+    for column in (found[:, 0], -found[:, 1]):
+        assert (np.abs(column.reshape(60, 5) - expected) <= allowed + width * 2.0**-1022).all()

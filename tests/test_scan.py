@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from numpy import ndarray
 from dualstore.log import Log
 from dualstore.part import PartWriter
 from dualstore.rows import Labelling, Selector
-from dualstore.scan import Options, Ranking, pieces, top_k
+from dualstore.scan import Options, Piece, computed, pieces
 from dualstore.schema import Layer, pattern_columns
 from dualstore.steps import STEPS_SCHEMA, Steps
+from dualstore.topk import Ranking, top_k
 from tests import reference
 from tests.reference import Rows
 
@@ -510,3 +512,34 @@ def test_memory_stays_bounded_however_large_the_store(
     found = json.loads(run.stdout)
     assert found["rows"] >= question["top"]
     assert found["growth"] < allowed
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_work_on_pieces_is_handed_out_in_order_and_little_of_it_ahead(tmp_path: Path, threads: int) -> None:
+    log = write_log(tmp_path, make_rows("normal", 600, 3, 0), group_rows=32)
+    taken = 0
+
+    def source() -> Iterator[Piece]:
+        nonlocal taken
+        for piece in pieces(log, EVERYTHING, 64):
+            taken += 1
+            yield piece
+
+    def work(piece: Piece) -> int:
+        time.sleep(0.002 * (piece.group.index % 3))  # later pieces are often done first
+        return piece.group.index
+
+    ahead, order = [], []
+    for done, (piece, index) in enumerate(computed(source(), work, threads)):
+        assert index == piece.group.index
+        order.append(index)
+        ahead.append(taken - done)
+    assert order == list(range(len(log.groups)))
+    assert len(order) > 10
+    assert max(ahead) <= threads + 2
+
+
+def test_an_error_in_the_work_on_a_piece_is_raised_where_it_is_asked_for(tmp_path: Path) -> None:
+    log = write_log(tmp_path, make_rows("normal", 600, 3, 0), group_rows=32)
+    with pytest.raises(ZeroDivisionError):
+        list(computed(pieces(log, EVERYTHING, 64), lambda piece: 1 // (5 - piece.group.index), 2))
