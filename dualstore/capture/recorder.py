@@ -524,6 +524,8 @@ def _skipped(optimizer: torch.optim.Optimizer) -> bool:
 
 def _vectors(tensor: torch.Tensor, dtype: str) -> NDArray[Any]:
     """(rows, width) of the store's type; the tensor's own memory where it already is that."""
+    if tensor.ndim == 2 and tensor.device.type == "cpu" and tensor.is_contiguous() and str(tensor.dtype) == f"torch.{dtype}":
+        return tensor.detach().numpy()  # nothing to be done, and four calls fewer
     plain = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu", getattr(torch, dtype)).contiguous()
     return plain.numpy()
 
