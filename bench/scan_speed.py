@@ -15,11 +15,12 @@ import torch
 from common import arguments, drop_cache, machine, seconds, spread, work_folder
 
 import dualstore
-from dualstore.log import Log
+from dualstore.kernels import exact_dots
+from dualstore.log import Group, Log, Mapping
 from dualstore.rows import Selector
 from dualstore.scan import Options
 from dualstore.schema import Layer, StoreInfo
-from dualstore.topk import top_k
+from dualstore.topk import Ranking, top_k
 from dualstore.writer import StoreWriter
 
 WIDTH, BATCH = 800, 128
@@ -107,18 +108,11 @@ def _fresh(path: Path, queries: np.ndarray) -> None:
     top_k(store.patterns(store.layer(0)), queries, 20, Selector(store.labelling, None, None))
 
 
-def _keys(group: object) -> np.ndarray:
-    from dualstore.log import Group, Mapping
-
-    assert isinstance(group, Group)
+def _keys(group: Group) -> np.ndarray:
     return np.array(Mapping(group.part).array(group, "x"))
 
 
-def _assert_equal(ranking: object, keys: np.ndarray, queries: np.ndarray) -> None:
-    from dualstore.kernels import exact_dots
-    from dualstore.topk import Ranking
-
-    assert isinstance(ranking, Ranking)
+def _assert_equal(ranking: Ranking, keys: np.ndarray, queries: np.ndarray) -> None:
     for index, query in enumerate(queries):
         alphas = exact_dots(keys, query)
         best = np.lexsort((np.arange(len(alphas)), -alphas))[:20]

@@ -17,6 +17,7 @@ _EXACT_ROWS = 128
 """Rows that `exact_dots` works on at once: 128 x 800 float64 stay in the second-level cache."""
 _SMALL_VECTOR_PRODUCT = 32_768
 _SMALL_PRODUCT = 500_000
+"""Multiplications of a tile: with one query, with several."""
 _PANEL_ROWS = 1024
 
 

@@ -145,7 +145,7 @@ class _Best:
             self._add(piece, np.arange(len(piece.local)), np.full(len(piece.local), j))
 
     def _add(self, piece: Piece, index: Int64[ndarray, " c"], query: Int64[ndarray, " c"]) -> None:
-        """Takes in pairs of the piece's selected rows and queries."""
+        """Lets pairs of the piece's selected rows and queries wait to be ranked; ranks those that wait once there are enough."""
         for start in range(0, len(index), self._pairs):
             some, asked = index[start : start + self._pairs], query[start : start + self._pairs]
             local = piece.local[some]

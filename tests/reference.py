@@ -71,7 +71,7 @@ def write_store(
                     "task": rows.task[mine].astype(np.int32),
                 }
                 writer.add_patterns(info, scalars, np.ascontiguousarray(rows.x[mine]), np.ascontiguousarray(rows.e[mine]))
-        writer.end_step([_group(int(epoch_of_step(step)))])
+        writer.end_step([group_row(int(epoch_of_step(step)))])
         if flush_every and (step + 1) % flush_every == 0:
             writer.flush()
     for info, probe in zip(infos, probes or [], strict=False):
@@ -81,7 +81,8 @@ def write_store(
     writer.save_info(status=status)
 
 
-def _group(epoch: int) -> dict[str, Any]:
+def group_row(epoch: int) -> dict[str, Any]:
+    """What `StoreWriter.end_step` is told of a parameter group."""
     return {
         "group": 0,
         "epoch": epoch,

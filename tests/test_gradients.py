@@ -255,15 +255,22 @@ def test_clipping_after_accumulation_is_one_factor(tmp_path: Path) -> None:
     assert_exact(run.store())
 
 
-def test_clipping_is_seen_where_an_input_is_sparse_and_there_is_no_bias(tmp_path: Path) -> None:
-    model = nn.Linear(200, 3, bias=False).double()
-    run = Run(tmp_path / "store", model)
+def sparse_run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "store", nn.Linear(200, 3, bias=False).double())
+
+
+def backward_of_sparse_input(run: Run) -> None:
     x = torch.zeros(4, 200, dtype=torch.float64)
     x[:, :4] = X[:4]
+    with run.recorder.batch([0, 1, 2, 3]):
+        run.model(x).square().sum().backward()
+
+
+def test_clipping_is_seen_where_an_input_is_sparse_and_there_is_no_bias(tmp_path: Path) -> None:
+    run = sparse_run(tmp_path)
     for _ in range(2):
-        with run.recorder.batch([0, 1, 2, 3]):
-            model(x).square().sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        backward_of_sparse_input(run)
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1e-2)
         run.step()
     store = run.store()
     assert max(clips(store)) < 1
@@ -271,13 +278,9 @@ def test_clipping_is_seen_where_an_input_is_sparse_and_there_is_no_bias(tmp_path
 
 
 def test_gradients_thrown_away_are_seen_where_an_input_is_sparse_and_there_is_no_bias(tmp_path: Path) -> None:
-    model = nn.Linear(200, 3, bias=False).double()
-    run = Run(tmp_path / "store", model)
-    x = torch.zeros(4, 200, dtype=torch.float64)
-    x[:, :4] = X[:4]
+    run = sparse_run(tmp_path)
     for _ in range(2):
-        with run.recorder.batch([0, 1, 2, 3]):
-            model(x).square().sum().backward()
+        backward_of_sparse_input(run)
         run.optimizer.zero_grad(set_to_none=False)
     run.optimizer.step()
     store = run.store()

@@ -1,6 +1,5 @@
 """part: what is laid down piece by piece is one Parquet file that every reader agrees on, bit for bit."""
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from dualstore.log import Log, Mapping
 from dualstore.part import PartWriter, arrow_schema, group_rows_for, upper_norm
 from dualstore.schema import Column
 from dualstore.spool import PAGE, Spool
+from tests.faults import FullDisk
 
 GROUP_ROWS = 16
 SMALL = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -410,21 +410,6 @@ def test_a_mark_can_be_returned_to_more_than_once(tmp_path: Path, way: str) -> N
         writer.finish()
         writer.publish()
     assert_same(by_pyarrow(tmp_path / "part.parquet", columns), made)
-
-
-class FullDisk:
-    """A disk that is full at some writes: stands for `os.pwrite`, counts the calls and fails those it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
-        self.calls = 0
-        self._write, self._fails = os.pwrite, fails
-        monkeypatch.setattr(os, "pwrite", self)
-
-    def __call__(self, *arguments: Any) -> int:
-        self.calls += 1
-        if self._fails(self.calls):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._write(*arguments)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -25,23 +25,12 @@ from dualstore.log import Log, Mapping
 from dualstore.schema import Layer, StoreInfo
 from dualstore.store import Store
 from dualstore.writer import SAMPLES_SCHEMA, StoreWriter, write_table, write_whole
+from tests.faults import FullDisk
+from tests.reference import group_row
 
 LAYERS = (Layer(0, "first", "Linear", 300, 2, True, 0, 0), Layer(1, "second", "Linear", 2, 4, False, 0, -1))
 INFO = StoreInfo(LAYERS, "float32", "SGD", exact=True)
-GROUP: dict[str, Any] = {
-    "group": 0,
-    "epoch": 0,
-    "lr": 0.1,
-    "momentum": 0.0,
-    "dampening": 0.0,
-    "decay": 0.0,
-    "nesterov": False,
-    "maximize": False,
-    "clip": 1.0,
-    "batch_size": 3,
-    "loss": 0.5,
-    "idle": [],
-}
+GROUP = group_row(0)
 
 Rows = dict[str, NDArray[Any]]
 
@@ -407,21 +396,6 @@ def test_a_store_opened_while_it_is_recorded_stays_as_it_was(tmp_path: Path) -> 
 
 
 # A disk that fails
-
-
-class FullDisk:
-    """A disk that is full: stands for `os.pwrite`, fails when told to, and counts the calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
-        self.calls = 0
-        self._write, self._fails = os.pwrite, fails
-        monkeypatch.setattr(os, "pwrite", self)
-
-    def __call__(self, *arguments: Any) -> int:
-        self.calls += 1
-        if self._fails(self.calls):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._write(*arguments)
 
 
 def record(path: Path, steps: int = 3, flush_every: int = 2) -> tuple[StoreWriter, int, list[OSError]]:
