@@ -42,6 +42,8 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; Python would complain about it at exit
         sys.exit(141)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 1)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy import ndarray
 
-from dualstore.errors import DualstoreError, InexactError
+from dualstore.errors import DualstoreError
 from dualstore.log import Group, Log
 from dualstore.probes import ProbeRows
 from dualstore.schema import Layer
@@ -48,9 +48,10 @@ class Verification:
     problems: list[str] = field(default_factory=list)
 
     def problem(self, text: str) -> None:
-        """Notes something that is not as it should be."""
+        """Notes something that is not as it should be, once."""
         self.ok = False
-        self.problems.append(text)
+        if text not in self.problems:
+            self.problems.append(text)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -84,7 +85,11 @@ def _verify_layer(store: "Store", layer: Layer, expected: ndarray, probes: int, 
     found.rows += log.rows
     for problem in [*_count_problems(store, layer, log, expected), *_damage(log), *_damage(store.probes(layer))]:
         found.problem(problem)
-    weight, output = _residuals(store, layer, probes, found)
+    try:
+        weight, output = _residuals(store, layer, probes)
+    except DualstoreError as error:
+        found.problem(str(error))
+        weight, output = None, None
     found.layers.append(LayerCheck(layer.number, layer.name, log.rows, weight, output))
     limits = _limits(store, layer)
     for kind, residual, limit in zip(("weight", "output"), (weight, output), limits, strict=True):
@@ -131,15 +136,11 @@ def _damage(log: Log) -> Iterator[str]:
             yield f"{part.path}: damaged: {str(error).splitlines()[0]}"
 
 
-def _residuals(store: "Store", layer: Layer, probes: int, found: Verification) -> tuple[float | None, float | None]:
-    """Weight and output residual; notes why where one cannot be had."""
+def _residuals(store: "Store", layer: Layer, probes: int) -> tuple[float, float | None]:
+    """Weight and output residual. Raises DualstoreError where they cannot be had."""
     x, y = _final_probes(store, layer, probes)
-    try:
-        dual = rebuild(store, layer, x)
-        before, after = trained(store, layer, "initial"), trained(store, layer)
-    except InexactError as error:
-        found.problem(str(error))
-        return None, None
+    dual = rebuild(store, layer, x)
+    before, after = trained(store, layer, "initial"), trained(store, layer)
     weight = _relative(after.joined - dual.rebuilt.joined, after.joined - before.joined)
     initial = Affine(dual.initial.weight, dual.initial.bias + dual.change.bias)
     outputs = x @ initial.weight.T + initial.bias + dual.outputs

@@ -92,9 +92,17 @@ class StoreWriter:
         self._failed: BaseException | None = None
         self._ballast = root / ".ballast.tmp"
         self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast)
-        with open(self._ballast, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, self._spool.total_bytes + BALLAST_BYTES * (4 + len(info.layers)))
-        self.save_info()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Takes the folder, which another recording may want at the same time, and disk space; leaves nothing where it fails."""
+        with open(self._ballast, "xb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, self._spool.total_bytes + BALLAST_BYTES * (4 + len(self.info.layers)))
+                self.save_info()
+            except BaseException:
+                self._free_ballast()
+                raise
 
     @property
     def nonfinite_rows(self) -> int:

@@ -1,7 +1,9 @@
 """Recording whole training runs: the rows are those of a recording by hand, they rebuild the weights, training stays the same."""
 
 import copy
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dualstore
+from dualstore import writer
 from dualstore.errors import DualstoreWarning, InexactError, RecordError
 
 torch.set_num_threads(1)
@@ -973,6 +976,46 @@ def test_a_probe_that_does_not_call_the_model_is_refused(tmp_path: Path) -> None
 
 
 # What is refused, and what is warned about
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["new folder", "empty folder"])
+@pytest.mark.parametrize("name", [".ballast.tmp", "store.json", "initial.safetensors"])
+def test_where_recording_cannot_start_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, made: bool
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    whole, allocate = writer.write_whole, os.posix_fallocate
+
+    def write(path: Path, data: bytes) -> None:
+        if path.name == name:
+            raise full
+        whole(path, data)
+
+    def reserve(*arguments: int) -> None:
+        if name == ".ballast.tmp":
+            raise full
+        allocate(*arguments)
+
+    monkeypatch.setattr(writer, "write_whole", write)
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    path = tmp_path / "store"
+    if made:
+        path.mkdir()
+    model = nn.Linear(2, 2)
+    with pytest.raises(RecordError, match="recording cannot start: No space left on device"):
+        dualstore.record(model, sgd(model), path)
+    assert list(tmp_path.rglob("*")) == [path] * made
+
+
+def test_two_recordings_that_start_at_once_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    first = dualstore.record(model, sgd(model), tmp_path)
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter(()))  # as the second saw it before the first wrote
+    with pytest.raises(RecordError, match="File exists"):
+        dualstore.record(model, sgd(model), tmp_path)
+    monkeypatch.undo()
+    first.close()
+    assert dualstore.open(tmp_path).info()["status"] == "complete"
 
 
 def test_a_folder_with_files_and_a_file_are_refused(tmp_path: Path) -> None:

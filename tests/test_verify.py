@@ -305,6 +305,14 @@ def test_a_step_that_is_there_twice_is_named(copied: Path) -> None:
     assert named(problems(copied), "steps: expected one row of parameter group 0 for each step")
 
 
+def test_an_interrupted_store_counts_its_rows_and_says_once_what_it_lacks(copied: Path) -> None:
+    (copied / "weights" / "final.safetensors").unlink()
+    found = dualstore.open(copied).verify()
+    assert [(layer.rows, layer.weight_residual) for layer in found.layers] == [(72, None), (72, None)]
+    assert len(found.problems) == 1
+    assert "final.safetensors: expected the weights" in found.problems[0]
+
+
 @pytest.mark.parametrize("name", ["initial", "final"])
 def test_missing_weights_are_named(copied: Path, name: str) -> None:
     (copied / "weights" / f"{name}.safetensors").unlink()

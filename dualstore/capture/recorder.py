@@ -1,9 +1,10 @@
 """The recorder: hooks that take a layer's input on the way forward and its error on the way back, step by step."""
 
+import shutil
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -111,7 +112,6 @@ class Recorder:
         if not found.layers:
             raise RecordError("record: expected a model with at least one nn.Linear that the optimiser trains, found none")
         _warn_unrecorded(found)
-        _make_folder(path)
         self._model, self._optimizer, self._found = model, optimizer, found
         self._dtype = dtype
         self._weights = {number: modules[0].weight for number, modules in found.modules.items()}
@@ -124,8 +124,7 @@ class Recorder:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             maker=maker,
         )
-        self._writer = StoreWriter(path, info, flush_s=flush_s)
-        self._writer.write_weights("initial", self._tensors(with_buffers=True))
+        self._writer = _new_store(path, info, self._tensors(with_buffers=True), flush_s)
         if queue_bytes is None:
             queue_bytes = 0 if all(weight.device.type == "cpu" for weight in self._weights.values()) else QUEUE_BYTES
         self._background = Background(queue_bytes) if queue_bytes else Inline()
@@ -543,10 +542,27 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _make_folder(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+def _new_store(path: Path, info: StoreInfo, initial: dict[str, NDArray[Any]], flush_s: float) -> StoreWriter:
+    """The writer of a new store with its initial weights. Leaves nothing behind where that fails."""
+    fresh = not path.exists()
+    if not fresh and (not path.is_dir() or any(path.iterdir())):
         raise RecordError(f"{path}: expected no folder or an empty one, found other files; choose another path or remove it first")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writer = StoreWriter(path, info, flush_s=flush_s)
+        try:
+            writer.write_weights("initial", initial)
+        except OSError:
+            writer.close()
+            shutil.rmtree(path / "weights", ignore_errors=True)
+            (path / "store.json").unlink()
+            raise
+    except OSError as error:
+        if fresh:
+            with suppress(OSError):
+                path.rmdir()
+        raise RecordError(f"{path}: recording cannot start: {error.strerror or error}; free or choose another place") from error
+    return writer
 
 
 def _warn_unrecorded(found: Found) -> None:
