@@ -18,7 +18,7 @@ def commands() -> None:
     """Ask a recorded training run which events drive a prediction."""
 
 
-for _command in (run.demo, run.train, look.info, ask.query, ask.totals, ask.votes, ask.sql, look.verify):
+for _command in (run.demo, run.train, look.info, ask.query, ask.totals, ask.votes, ask.sql, look.verify, look.index):
     commands.add_command(_command)
 
 

@@ -7,6 +7,7 @@ import click
 
 from .options import (
     budget_options,
+    explain_option,
     layer_of,
     open_from,
     output_option,
@@ -15,7 +16,7 @@ from .options import (
     store_option,
     where_option,
 )
-from .output import print_result
+from .output import print_explain, print_result
 
 __all__ = ["query", "sql", "totals", "votes"]
 
@@ -56,16 +57,20 @@ def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: st
 @click.option("--abs", "absolute", is_flag=True, help="Sum |alpha|.")
 @click.option("--paper", is_flag=True, help="The paper's rule: |alpha| at the first layer, alpha at the others.")
 @where_option
+@explain_option
 @budget_options
 @output_option
 def totals(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, by: str,
-           absolute: bool, paper: bool, where: str | None, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+           absolute: bool, paper: bool, where: str | None, explain: bool, memory_mb: int, threads: int,
+           output: str) -> None:  # fmt: skip
     """Sums of alpha over groups of training patterns, largest first."""
     result = open_from(store, memory_mb, threads).totals(
         layer=layer_of(layer), position=position, by=by, absolute=absolute, paper=paper, where=where,
         **query_vector(test_ids, vector),
     )  # fmt: skip
     print_result(result, output)
+    if explain:
+        print_explain(result)
 
 
 @click.command()

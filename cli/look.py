@@ -1,4 +1,4 @@
-"""Looking at a store as a whole: info and verify."""
+"""Looking at a store as a whole, and after it: info, verify, index."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from .options import budget_options, open_from, output_option, store_option
-from .output import print_object, print_table
+from .output import print_object, print_table, progress_bar
 
-__all__ = ["info", "print_info", "print_verification", "verify"]
+__all__ = ["index", "info", "print_info", "print_verification", "verify"]
 
 
 @click.command()
@@ -38,6 +38,19 @@ def verify(store: Path, probes: int, memory_mb: int, threads: int, output: str) 
     if not print_object(found, output):
         print_verification(found)
     sys.exit(0 if found["ok"] else 1)
+
+
+@click.command()
+@store_option
+@budget_options
+def index(store: Path, memory_mb: int, threads: int) -> None:
+    """Build the index, or what is missing of it: totals and votes then cost no scan.
+
+    A few per cent of the keys' size, below index/ in the store; it may be deleted at any time. Recording builds it at the end.
+    """
+    opened = open_from(store, memory_mb, threads)
+    with progress_bar("indexing") as progress:
+        opened.build_index(progress)
 
 
 def print_info(found: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from dualstore.errors import QueryError
 
 __all__ = [
     "budget_options",
+    "explain_option",
     "layer_of",
     "open_from",
     "output_option",
@@ -59,6 +60,8 @@ query_options = _stack(
     click.option("--layer", required=True, help="Layer number or name."),
     click.option("--position", type=int, help="Position of the test example's row at this layer; by default the last."),
 )
+
+explain_option = click.option("--explain", is_flag=True, help="Say on standard error what the answer cost: path, bytes, times.")
 
 where_option = click.option("--where", help="SQL condition on step, epoch, sample_id, position, label, task.")
 

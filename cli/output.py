@@ -6,14 +6,15 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from dualstore.result import Result, format_value
 
-__all__ = ["print_object", "print_result", "print_table"]
+__all__ = ["print_explain", "print_object", "print_result", "print_table", "progress_bar"]
 
 
 def print_result(result: Result, output: str, percent: Sequence[str] = ()) -> None:
@@ -27,6 +28,13 @@ def print_result(result: Result, output: str, percent: Sequence[str] = ()) -> No
     else:
         rows = [[_percent(value) if name in percent else format_value(value) for name, value in row.items()] for row in result]
         print_table(result.title, result.columns, rows)
+
+
+def print_explain(result: Result) -> None:
+    """Prints what an answer cost, on standard error."""
+    if result.explain is not None:
+        for name, value in result.explain.to_dict().items():
+            click.echo(f"{name.replace('_', ' ')}: {format_value(value)}", err=True)
 
 
 def print_object(values: Mapping[str, Any], output: str) -> bool:
@@ -59,6 +67,27 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(table)
     console.print()
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, from the first step on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(what, total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:

@@ -3,18 +3,17 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+import dualstore
 from dualstore.errors import StoreError
 
 from .look import print_info, print_verification
 from .options import open_from, store_option
-from .output import print_result, print_table
+from .output import print_result, print_table, progress_bar
 
 if TYPE_CHECKING:
     from dualstore.training import Report
@@ -51,9 +50,9 @@ def demo(store: Path, steps: int) -> None:
 
     digits = prepare(load_digits(), task="digits", kept=None)
     settings = Settings(steps=steps, batch_size=32, lr=0.02, hidden=64)
-    with _progress("training on digits, recording every step") as progress:
+    with progress_bar("training on digits, recording every step") as progress:
         run_phases(store, [Phase([digits], settings.steps)], settings, progress=progress, maker=_DEMO)
-    opened = open_from(store)
+    opened = _indexed(store)
     print_info(opened.info())
     print_result(opened.query(test_id=42, layer=1, top=20), "table")
     print_result(opened.totals(test_id=42, layer=1), "table")
@@ -82,9 +81,9 @@ def train(run: str, store: Path, data: Path | None, steps: int | None, batch_siz
         sets.append(prepare(load_idx("fashion-mnist", data), task="fashion", number=1, kept=images))
     phases = [Phase([found], settings.steps) for found in sets] if run == "continual" else [Phase(sets, settings.steps)]
     started = time.monotonic()
-    with _progress(f"training {run}, recording every step") as progress:
+    with progress_bar(f"training {run}, recording every step") as progress:
         report = run_phases(store, phases, settings, progress=progress, maker="dualstore train")
-    print_info(open_from(store).info())
+    print_info(_indexed(store).info())
     _print_report(report, time.monotonic() - started)
     _suggest(store, 42)
 
@@ -108,25 +107,12 @@ def _clear_demo(store: Path) -> None:
     shutil.rmtree(store)
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error, from the first step on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
-    task = bar.add_task(what, total=None)
-
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+def _indexed(store: Path) -> dualstore.Store:
+    """The store, opened, its index built."""
+    opened = open_from(store)
+    with progress_bar("indexing") as progress:
+        opened.build_index(progress)
+    return opened
 
 
 def _print_report(report: "Report", seconds: float) -> None:

@@ -250,6 +250,17 @@ class Log:
                 first += rows
         return groups
 
+    def by_part(self) -> Iterator[tuple[Part, int, list[Group]]]:
+        """Each part with the number of its first row in the log and its row groups that hold rows."""
+        groups, first = iter(self.groups), 0
+        for part in self.parts:
+            rows = part.metadata.num_rows
+            mine: list[Group] = []
+            while sum(group.rows for group in mine) < rows:
+                mine.append(next(groups))
+            yield part, first, mine
+            first += rows
+
     def chunks(self, rows: int) -> Iterator[list[Group]]:
         """Runs of consecutive groups of one part, of about `rows` rows each."""
         run: list[Group] = []

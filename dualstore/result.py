@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from dualstore.explain import Explain
+
 if TYPE_CHECKING:
     import polars
 
@@ -15,14 +17,15 @@ _SHOWN_ROWS = 100
 
 
 class Result:
-    """Rows of an answer, in order. `title` says what was asked."""
+    """Rows of an answer, in order. `title` says what was asked, `explain` what it cost."""
 
-    def __init__(self, table: pa.Table, title: str) -> None:
+    def __init__(self, table: pa.Table, title: str, explain: Explain | None = None) -> None:
         names = list(table.column_names)
         if len(set(names)) < len(names):
             table = table.rename_columns(_distinct(names))
         self.table = table
         self.title = title
+        self.explain = explain
 
     @property
     def columns(self) -> list[str]:

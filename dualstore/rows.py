@@ -1,6 +1,6 @@
 """What is known of a pattern besides its vectors, as the relation that filters and groups are written against."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from dualstore.log import Group, Log, Mapping
 from dualstore.shapes import Int64
 from dualstore.steps import Steps
 
-__all__ = ["ROW_COLUMNS", "Labelling", "Selection", "Selector"]
+__all__ = ["ROW_COLUMNS", "Labelling", "Select", "Selection", "Selector"]
 
 _NAN = float("nan")
 """Stands for every NaN of a group expression: one group, not one for each run of rows."""
@@ -43,19 +43,22 @@ class Labelling:
             mapping = group.part.mapping
             for name, column in columns.items():
                 column[mine] = mapping.array(group, name)[rows[mine] - group.first]
-        return self._build(**columns)
+        return self.build(*(columns[name] for name in _STORED))
 
     def of_group(self, mapping: Mapping, group: Group) -> pa.Table:
         """The row columns of one row group."""
-        return self._build(**{name: mapping.array(group, name) for name in _STORED})
+        return self.build(*(mapping.array(group, name) for name in _STORED))
 
     def empty(self) -> pa.Table:
         """No rows."""
-        return self._build(**{name: np.zeros(0, dtype) for name, dtype in _STORED.items()})
+        return self.build(*(np.zeros(0, dtype) for dtype in _STORED.values()))
 
-    def _build(self, *, step: ndarray, sample_id: ndarray, position: ndarray, label: ndarray, task: ndarray) -> pa.Table:
+    def build(self, step: ndarray, sample_id: ndarray | None, position: ndarray | None, label: ndarray, task: ndarray) -> pa.Table:
+        """The row columns of stored numbers; sample_id and position are 0 where they do not matter."""
         missing = (task < 0) | (task >= len(self.tasks))
         named = pa.DictionaryArray.from_arrays(pa.array(task, mask=missing), pa.array(self.tasks, pa.string()))
+        sample_id = np.zeros(len(step), np.int64) if sample_id is None else sample_id
+        position = np.zeros(len(step), np.int32) if position is None else position
         columns = [step, self.steps.epoch_of(step), sample_id, position, label]
         return pa.table([*map(pa.array, columns), named], names=list(ROW_COLUMNS))
 
@@ -68,6 +71,10 @@ class Selection:
     """Ascending row numbers relative to the run's first row; None for all."""
     codes: Int64[ndarray, " n"] | None
     """Index into `Selector.values` for each selected row; None where nothing is grouped."""
+
+
+Select = Callable[[Mapping, Sequence[Group]], Selection]
+"""Chooses among the rows of consecutive groups of one part."""
 
 
 class Selector:

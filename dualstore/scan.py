@@ -4,13 +4,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeVar
 
 import numpy as np
 from numpy import ndarray
 
 from dualstore.log import Group, Log, Mapping
-from dualstore.rows import Selection, Selector
+from dualstore.rows import Select, Selection
 from dualstore.shapes import Float, Int64
 
 __all__ = ["Options", "Piece", "block_rows_of", "computed", "pieces"]
@@ -58,15 +59,24 @@ class Piece:
         return self.keys[index if self.pick is None else self.pick[index]]
 
 
-def pieces(log: Log, select: Selector, block_rows: int) -> Iterator[Piece]:
+def pieces(log: Log, select: Select, block_rows: int) -> Iterator[Piece]:
     """All selected rows of a log in order, at most `block_rows` at a time; reads nothing where nothing is selected."""
     for run in log.chunks(RUN_ROWS):
         mapping = run[0].part.mapping
         selection = select(mapping, run)
-        for index, group in enumerate(run):
-            if index + 1 < len(run):
-                mapping.prefetch(run[index + 1], "x")
+        chosen = [group for group in run if _reaches(selection, group, run[0].first)]
+        for group, following in zip_longest(chosen, chosen[1:]):
+            if following is not None:
+                mapping.prefetch(following, "x")
             yield from _of_group(group, mapping, selection, group.first - run[0].first, block_rows)
+
+
+def _reaches(selection: Selection, group: Group, first: int) -> bool:
+    """Whether rows of a group are selected; `first` is the first row of its run."""
+    if selection.rows is None:
+        return True
+    low, high = np.searchsorted(selection.rows, [group.first - first, group.first - first + group.rows])
+    return bool(low < high)
 
 
 def block_rows_of(budget_bytes: int, row_bytes: int, threads: int) -> int:
@@ -95,8 +105,6 @@ def _of_group(group: Group, mapping: Mapping, selection: Selection, offset: int,
             yield Piece(group, mapping, _usable(arrays["x"]), None, local, None)
         return
     low, high = np.searchsorted(selection.rows, [offset, offset + group.rows])
-    if low == high:
-        return
     wanted = selection.rows[low:high] - offset
     for start, arrays in mapping.blocks(group, ["x"], block_rows):
         a, b = np.searchsorted(wanted, [start, start + len(arrays["x"])])

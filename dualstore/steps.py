@@ -82,6 +82,13 @@ class Steps:
         found: ndarray = np.where(self.numbers[at] == steps, self.epochs[at], np.int32(-1))
         return found
 
+    def one_epoch(self, first: Int32[ndarray, " n"], last: Int32[ndarray, " n"]) -> Bool[ndarray, " n"]:
+        """Whether all steps from `first` to `last` are in the log and of one epoch."""
+        start, end = np.searchsorted(self.numbers, first), np.searchsorted(self.numbers, last, side="right")
+        epochs = np.append(np.cumsum(np.diff(self.epochs, prepend=self.epochs[:1]) != 0), -1)
+        found: ndarray = (end - start == last.astype(np.int64) - first + 1) & (epochs[start] == epochs[end - 1])
+        return found
+
     def group(self, group: int) -> dict[str, NDArray[Any]]:
         """Scalar columns of one parameter group, in step order. Raises DamagedError where a step lacks the group."""
         mine = self._column("group") == group

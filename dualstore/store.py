@@ -1,7 +1,7 @@
 """A store opened for reading: the one object that answers questions."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dualstore.errors import DualstoreWarning, QueryError
+from dualstore.index import LayerIndex
 from dualstore.log import Log
 from dualstore.probes import find_queries
 from dualstore.ranking import rank_patterns
@@ -19,6 +20,7 @@ from dualstore.scan import Options
 from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
 from dualstore.steps import Steps
 from dualstore.summary import describe
+from dualstore.sums import build_sums
 from dualstore.totals import count_votes, sum_groups
 from dualstore.verify import Verification, verify_store
 from dualstore.weights import read_weights
@@ -50,6 +52,7 @@ class Store:
         self._committed = {part.name for part in steps}
         self.steps = Steps.read(steps)
         self._logs: dict[str, tuple[Any, Log]] = {}
+        self._indexes: dict[int, LayerIndex] = {}
         self.labelling = Labelling(self.steps, self.info_file.tasks)
         if self.info_file.status == "recording":
             last = f"it is complete up to step {self.last_step}" if len(self.steps.numbers) else "no step of it is complete"
@@ -184,6 +187,30 @@ class Store:
     def patterns(self, layer: Layer) -> Log:
         """The log of one layer's patterns. Raises DamagedError."""
         return self._log(f"patterns/layer={layer.number}", pattern_columns(layer, self.info_file.dtype))
+
+    def index(self, layer: Layer) -> LayerIndex:
+        """What the index knows of one layer's patterns: see `build_index`."""
+        log = self.patterns(layer)
+        known = self._indexes.get(layer.number)
+        if known is None or known.log is not log:
+            known = self._indexes[layer.number] = LayerIndex(self.path / "index" / f"layer={layer.number}", log)
+        return known
+
+    def build_index(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Makes totals and votes fast: sums up the keys of every part that is not in the index yet.
+
+        `progress` is called with (rows done, rows in all). Memory: a few hundred keys and the sums of one part. Raises
+        StoreError where the index cannot be written.
+        """
+        total, done = sum(self.patterns(layer).rows for layer in self.layers), 0
+
+        def advance(rows: int) -> None:
+            nonlocal done
+            done += rows
+            progress(done, total)
+
+        for layer in self.layers:
+            build_sums(self.index(layer), self.steps, layer.d_in, advance)
 
     def probes(self, layer: Layer) -> Log:
         """The log of one layer's probes. Raises DamagedError."""

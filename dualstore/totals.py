@@ -8,21 +8,28 @@ import pyarrow as pa
 from numpy import ndarray
 
 from dualstore.errors import QueryError
+from dualstore.explain import Explain
 from dualstore.kernels import dots64, exact_dots
 from dualstore.probes import ProbeRows, Queries
 from dualstore.result import Result
-from dualstore.rows import Selector
+from dualstore.rows import Labelling, Select, Selector
 from dualstore.scan import RUN_ROWS, Piece, block_rows_of, computed, pieces
 from dualstore.schema import Layer
-from dualstore.shapes import Float64, Int32
+from dualstore.shapes import Bool, Float64, Int32
+from dualstore.sums import Cells, Rest, read_cells
 
 if TYPE_CHECKING:
     from dualstore.store import Store
 
 __all__ = ["attention", "count_votes", "sum_groups"]
 
+_OF_CELLS = (("label", "task"), ("epoch", "label", "task"), ("step", "epoch", "label", "task"))
+"""Columns that rows of a cell share, or that its steps have; the fewest that a question is written in are used."""
+_ROWS_PER_STEP = 4
+"""Steps of cells are looked at one by one where their rows are so many times more."""
 
-def attention(store: "Store", layer: Layer, query: ndarray, select: Selector) -> Iterator[pa.Table]:
+
+def attention(store: "Store", layer: Layer, query: ndarray, select: Select) -> Iterator[pa.Table]:
     """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log.
 
     alpha is `exact_dots`: the same bits as in a ranking.
@@ -42,22 +49,103 @@ def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where
     keys = ", ".join(part for part in (name, by) if part)
     summed = "abs(alpha)" if absolute else "alpha"
     database = Database(threads=store.options.threads)
-    sums = _Sums(database, keys, f"coalesce(fsum({summed}), 0) AS total, count(*) AS count")
+    sums = _Sums(database, keys, f"coalesce(fsum({summed}), 0) AS total, CAST(coalesce(sum(_rows), 0) AS BIGINT) AS count")
     none = _named(store.labelling.empty().append_column("alpha", pa.array([], pa.float64())), name, 0)
     # An aggregate alone makes a row of none; one beside columns is refused by `select`.
     if by.strip() and (database.select(none, None, by).num_rows or database.has_window(by)):
         raise QueryError(f"expression {by!r}: expected values of a row by itself, found an aggregate or a window")
     sums.add(none)
-    for vector, number in zip(queries.vectors, queries.names, strict=True):
-        for rows in attention(store, layer, vector, select):
-            sums.add(_named(rows, name, number))
+    explain = Explain(layer.d_in * queries.vectors.itemsize, store.patterns(layer).rows * len(queries.vectors))
+    rest = Rest(select)
+    if not absolute or _one_signed(queries.vectors):
+        wholes = Wholes(database, store.labelling, where, by)
+        for cells in read_cells(store.index(layer), layer.d_in) if wholes.possible else ():
+            with explain.phase("index"):
+                alphas, taken = _take(cells, wholes, rest, queries.vectors, absolute=absolute)
+                explain.index_bytes += cells.nbytes
+                explain.count("cells", len(cells))
+                rows = store.labelling.build(cells.step_first, None, None, cells.label, cells.task).filter(pa.array(taken))
+                counts = pa.array(cells.count[taken])
+                for index, number in enumerate(queries.names):
+                    each = rows.append_column("alpha", pa.array(alphas[taken, index]))
+                    sums.add(_named(each, name, number), counts)
+    with explain.phase("scan"):
+        for vector, number in zip(queries.vectors, queries.names, strict=True):
+            for rows in attention(store, layer, vector, rest):
+                explain.rows_read += rows.num_rows
+                sums.add(_named(rows, name, number))
+    with explain.phase("group"):
+        table = sums.result(name)
     total = "|alpha|" if absolute else "alpha"
     shown = f"sum of {total}" + (f" by {by}" if by else "") + (f" where {where}" if where else "")
-    return Result(sums.result(name), f"{shown}: {queries.title}")
+    return Result(table, f"{shown}: {queries.title}", explain)
+
+
+def _one_signed(queries: ndarray) -> bool:
+    """Whether no query has elements of both signs."""
+    return bool(((queries >= 0).all(axis=1) | (queries <= 0).all(axis=1)).all())
+
+
+def _take(
+    cells: Cells, wholes: "Wholes", rest: Rest, queries: ndarray, *, absolute: bool
+) -> tuple[Float64[ndarray, "c m"], Bool[ndarray, " c"]]:
+    """Totals over the cells for each query, and which of them the question takes; `rest` is told what it need not scan."""
+    taken, left = wholes(cells)
+    alphas = cells.products(queries)
+    usable = np.isfinite(alphas).all(axis=1)
+    if absolute:  # where all keys have one sign and the query has, too, all alphas have
+        usable &= cells.sign != 0
+    taken = taken & usable
+    rest.leave_out(cells, taken | left)
+    return np.abs(alphas) if absolute else alphas, taken
 
 
 def _named(rows: pa.Table, name: str, number: Any) -> pa.Table:
     return rows.append_column(name, pa.array(np.full(rows.num_rows, number, np.int64))) if name else rows
+
+
+class Wholes:
+    """Which cells a condition and a grouping take as a whole, and which they leave."""
+
+    def __init__(self, database: Any, labelling: Labelling, where: str | None, by: str) -> None:
+        self._database, self._labelling, self._where, self._by = database, labelling, where, by
+        self._columns: Sequence[str] = next((names for names in _OF_CELLS if self._answers(names)), ())
+
+    @property
+    def possible(self) -> bool:
+        """Whether cells can be told apart at all: not where the question looks at samples, positions or alpha."""
+        return bool(self._columns)
+
+    def _answers(self, names: Sequence[str]) -> bool:
+        """Whether condition and grouping are written in these columns alone."""
+        try:
+            self._groups(self._labelling.empty().select(names).append_column("_cell", pa.array([], pa.int64())))
+        except QueryError:
+            return False
+        return True
+
+    def __call__(self, cells: Cells) -> tuple[Bool[ndarray, " c"], Bool[ndarray, " c"]]:
+        """Taken, as one group; left, all of its rows. What is neither must be looked at row by row."""
+        count = np.ones(len(cells), np.int64)
+        if "step" in self._columns:
+            count += cells.step_last - cells.step_first
+            if count.sum() * _ROWS_PER_STEP > cells.count.sum():
+                return np.zeros(len(cells), bool), np.zeros(len(cells), bool)
+        cell = np.repeat(np.arange(len(cells)), count)
+        step = (cells.step_first[cell] + np.arange(len(cell)) - np.repeat(np.cumsum(count) - count, count)).astype(np.int32)
+        rows = self._labelling.build(step, None, None, cells.label[cell], cells.task[cell]).select(self._columns)
+        found = self._groups(rows.append_column("_cell", pa.array(cell)))
+        of_cell = found.column("_cell").to_numpy()
+        groups = np.bincount(of_cell, minlength=len(cells))
+        chosen = np.bincount(of_cell, found.column("_rows").to_numpy(), len(cells))
+        sure = np.ones(len(cells), bool)
+        if "epoch" in self._columns and "step" not in self._columns:
+            sure = self._labelling.steps.one_epoch(cells.step_first, cells.step_last)
+        return sure & (groups == 1) & (chosen == count), sure & (groups == 0)
+
+    def _groups(self, rows: pa.Table) -> pa.Table:
+        by = f"_cell, {self._by}" if self._by else "_cell"
+        return self._database.aggregate(self._database.select(rows, self._where, "*"), by, "count(*) AS _rows")
 
 
 class _Sums:
@@ -68,9 +156,10 @@ class _Sums:
         self._rows: list[pa.Table] = []
         self._sums: list[pa.Table] = []
 
-    def add(self, rows: pa.Table) -> None:
-        """Adds rows. The first call checks the expressions."""
-        self._rows.append(rows)
+    def add(self, rows: pa.Table, counts: pa.Array | None = None) -> None:
+        """Adds rows, each of which stands for `counts` rows, by default one. The first call checks the expressions."""
+        counts = pa.array(np.ones(rows.num_rows, np.int64)) if counts is None else counts
+        self._rows.append(rows.append_column("_rows", counts))
         if not self._sums or sum(table.num_rows for table in self._rows) >= RUN_ROWS:
             self._sums.append(self._database.aggregate(pa.concat_tables(self._rows), self._by, self._measures))
             self._rows = []
@@ -105,7 +194,7 @@ def count_votes(store: "Store", layers: Sequence[Layer], *, where: str | None) -
     for layer in layers:
         probes = ProbeRows.of(store.probes(layer))
         probes = probes.select((probes.scalars("label") >= 0) & (probes.scalars("predicted") >= 0))
-        votes = _votes(store, layer, probes, Selector(store.labelling, where, None))
+        votes = _votes(store, layer, probes, where)
         labels, predicted = probes.scalars("label"), probes.scalars("predicted")
         for name, chosen in (("right", predicted == labels), ("wrong", predicted != labels)):
             shares = [_share(votes[chosen] == truth[chosen]) for truth in (labels, predicted)]
@@ -121,28 +210,38 @@ def _share(hits: ndarray) -> float | None:
     return float(hits.mean()) if len(hits) else None
 
 
-def _votes(store: "Store", layer: Layer, probes: ProbeRows, select: Selector) -> Int32[ndarray, " p"]:
+def _votes(store: "Store", layer: Layer, probes: ProbeRows, where: str | None) -> Int32[ndarray, " p"]:
     """The vote of each probe; -1 where no pattern has a label."""
     each = max(1, store.options.budget_bytes // 4 // (layer.d_in * 8))
+    signed = None if layer.number == 0 else _label_sums(store, layer, where)
     votes = []
     for start in range(0, len(probes.row), each):
         vectors = probes.vectors("x", start, start + each).astype(np.float64)
-        if layer.number == 0:
-            labels, totals = _absolute_totals(store, layer, vectors, select)
+        if signed is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                labels, totals = signed[0], vectors @ signed[1].T
         else:
-            labels, totals = _signed_totals(store, layer, vectors, select)
+            labels, totals = _absolute_totals(store, layer, vectors, Selector(store.labelling, where, None))
         votes.append(labels[totals.argmax(1)] if len(labels) else np.full(len(vectors), -1, np.int32))
     return np.concatenate([np.zeros(0, np.int32), *votes])
 
 
-def _signed_totals(store: "Store", layer: Layer, vectors: Float64[ndarray, "p d"], select: Selector) -> tuple[ndarray, ndarray]:
-    """Labels and, for each probe, their totals: products with the sum of the label's keys."""
-    sums = _LabelSums(layer.d_in)
-    for piece in pieces(store.patterns(layer), select, 4096):
+def _label_sums(store: "Store", layer: Layer, where: str | None) -> tuple[Int32[ndarray, " l"], Float64[ndarray, "l d"]]:
+    """Labels and the sums of their keys."""
+    from dualstore.database import Database  # DuckDB is slow to start
+
+    sums, rest = _LabelSums(layer.d_in), Rest(Selector(store.labelling, where, None))
+    wholes = Wholes(Database(), store.labelling, where, "label")
+    for cells in read_cells(store.index(layer), layer.d_in) if wholes.possible else ():
+        taken, left = wholes(cells)
+        taken &= cells.finite()
+        rest.leave_out(cells, taken | left)
+        labels = np.unique(cells.label[taken])
+        sums.add(labels, cells.merged(np.where(taken, np.searchsorted(labels, cells.label), -1), len(labels)))
+    for piece in pieces(store.patterns(layer), rest, 4096):
         labels = piece.mapping.array(piece.group, "label")[piece.local]
         sums.add(labels, piece.selected_keys(slice(None)).astype(np.float64))
-    labels, totals = sums.result()
-    return labels, vectors @ totals.T
+    return sums.result()
 
 
 def _absolute_totals(store: "Store", layer: Layer, vectors: Float64[ndarray, "p d"], select: Selector) -> tuple[ndarray, ndarray]:

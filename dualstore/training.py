@@ -95,14 +95,17 @@ def prepare(images: ImageSet, *, task: str, number: int = 0, kept: int | None = 
 
 
 def run_phases(path: Path, phases: Sequence[Phase], settings: Settings, *, progress: Progress, maker: str = "") -> Report:
-    """Trains pixels-hidden-hidden-10 through the phases, records everything at `path`, probes all test images at the end."""
+    """Trains pixels-hidden-hidden-10 through the phases, records everything at `path`, probes all test images at the end.
+
+    The index is left to the caller, who may want to show how it grows.
+    """
     torch.manual_seed(settings.seed)
     sets = list({data.task: data for phase in phases for data in phase.data}.values())
     model = _mlp(sets[0].images.shape[1], settings.hidden)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
     total, done = sum(phase.steps for phase in phases), 0
     accuracy = []
-    with record(model, optimizer, path, maker=maker) as recorder:
+    with record(model, optimizer, path, index=False, maker=maker) as recorder:
         for phase in phases:
             _train(recorder, model, optimizer, phase, settings, lambda step, done=done: progress(done + step, total))  # type: ignore[misc]
             done += phase.steps

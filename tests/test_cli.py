@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,7 +201,7 @@ def test_an_unfinished_store_answers_with_a_warning(store: Path, tmp_path: Path)
 
 def test_help_is_there_for_every_command() -> None:
     names = [line.split()[0] for line in call("--help").stdout.split("Commands:")[1].splitlines() if line.strip()]
-    assert names == ["demo", "info", "query", "sql", "totals", "train", "verify", "votes"]
+    assert names == ["demo", "index", "info", "query", "sql", "totals", "train", "verify", "votes"]
     for name in names:
         assert "--store" in call(name, "--help").stdout
     assert "dualstore" in call("--version").stdout
@@ -264,3 +265,16 @@ def test_train_names_missing_and_foreign_data(images: Path, tmp_path: Path) -> N
     idx(images / "mnist" / "t10k-labels-idx1-ubyte", np.arange(3), packed=True)
     fails(*words, "--data", images, match="expected images and as many labels")
     assert not (tmp_path / "s").exists()
+
+
+def test_index_is_built_and_explain_says_that_it_was_used(store: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(store, tmp_path / "store")
+    ask = ("totals", "--store", copy, "--test-id", "2", "--layer", "1", "--json", "--explain")
+    before = call(*ask)
+    assert "path: scan" in before.stderr
+    assert not call("index", "--store", copy).stdout
+    after = call(*ask)
+    assert "share: " in after.stderr
+    assert after.stdout == before.stdout
+    assert [path.name for path in sorted((copy / "index").glob("*/*"))] == ["part-0-000000.sums.arrow"] * 2
+    fails("index", "--store", tmp_path / "none", match="no store there")

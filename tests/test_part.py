@@ -296,7 +296,7 @@ def test_row_groups_are_powers_of_two_of_bounded_size(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @SMALL
-@given(scale=st.integers(-60, 60), width=st.sampled_from([1, 2, 5, 300]), seed=st.integers(0, 1000))
+@given(scale=st.integers(-60, 50), width=st.sampled_from([1, 2, 5, 300]), seed=st.integers(0, 1000))
 def test_the_noted_bound_is_above_every_norm_of_its_group(tmp_path: Path, dtype: str, scale: int, width: int, seed: int) -> None:
     columns = columns_of(dtype, width)
     made = rows_of(columns, 2 * GROUP_ROWS + 7, seed, modest_floats)

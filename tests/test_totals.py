@@ -61,12 +61,15 @@ def make_probes(rows: Rows, count: int, seed: int) -> dict[str, ndarray]:
 PROBES = [make_probes(rows, 25, 2 + seed) for seed, rows in enumerate(LAYERS)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["scan", "index"])
+def path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     path = tmp_path_factory.mktemp("totals") / "store"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dualstore.part.MAX_GROUP_ROWS", 128)
         write_store(path, LAYERS, tasks=TASKS, epoch_of_step=lambda step: step // 2, probes=PROBES, flush_every=4)
+        if request.param == "index":
+            patch.setattr("dualstore.sums.ROWS_PER_CELL", 1)
+            dualstore.open(path).build_index()
     return path
 
 

@@ -22,8 +22,9 @@ from dualstore.capture.gradients import Change, GradientWatch, common_factor, lo
 from dualstore.capture.layers import Found, find_layers
 from dualstore.capture.names import Claim, EpochCounter, Names, TaskCodes, labels_of
 from dualstore.capture.payload import encode_payloads
-from dualstore.errors import DualstoreWarning, RecordError
+from dualstore.errors import DualstoreWarning, RecordError, StoreError
 from dualstore.schema import NO_LABEL, Layer, Status, StoreInfo
+from dualstore.store import open_store
 from dualstore.writer import SAMPLES_SCHEMA, StoreWriter
 
 __all__ = ["Recorder", "record"]
@@ -72,6 +73,7 @@ def record(
     dtype: str = "float32",
     queue_bytes: int | None = None,
     flush_s: float = 60.0,
+    index: bool = True,
     maker: str = "",
 ) -> "Recorder":
     """Starts recording the training of `model` by `optimizer` into a new store at `path`.
@@ -85,11 +87,12 @@ def record(
             beyond it. 0 writes them on the training thread. By default 64 MiB for a model on an accelerator and 0 for one
             on the CPU, whose cores are busy anyway (bench/recording_overhead.py).
         flush_s: a crash loses at most the steps of this many seconds (or of 256 MiB a layer, whichever is less).
+        index: whether to build the index when the recording is closed: one more pass over the keys (`Store.build_index`).
         maker: noted in store.json as what wrote the store.
 
     Raises RecordError where `path` is not empty, nothing is to be recorded, or an argument is wrong.
     """
-    return Recorder(model, optimizer, Path(path), dtype=dtype, queue_bytes=queue_bytes, flush_s=flush_s, maker=maker)
+    return Recorder(model, optimizer, Path(path), dtype=dtype, queue_bytes=queue_bytes, flush_s=flush_s, index=index, maker=maker)
 
 
 class Recorder:
@@ -104,6 +107,7 @@ class Recorder:
         dtype: str,
         queue_bytes: int | None,
         flush_s: float,
+        index: bool,
         maker: str,
     ) -> None:
         if dtype not in ("float32", "float64"):
@@ -113,7 +117,7 @@ class Recorder:
             raise RecordError("record: expected a model with at least one nn.Linear that the optimiser trains, found none")
         _warn_unrecorded(found)
         self._model, self._optimizer, self._found = model, optimizer, found
-        self._dtype = dtype
+        self._dtype, self._index = dtype, index
         self._weights = {number: modules[0].weight for number, modules in found.modules.items()}
         info = StoreInfo(
             layers=found.layers,
@@ -388,6 +392,11 @@ class Recorder:
         except Exception as error:
             raise self._failed(error) from error
         self._say_notices()
+        if self._index and status == "complete":
+            try:
+                open_store(self._writer.root).build_index()
+            except StoreError as error:
+                _warn(str(error))
 
     def _detach(self) -> None:
         self._closed = True
