@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,24 @@ class Log:
                     groups.append(Group(part, index, rows, first))
                 first += rows
         return groups
+
+    @cached_property
+    def _firsts(self) -> NDArray[np.int64]:
+        return np.array([group.first for group in self.groups], np.int64)
+
+    def take(self, names: Sequence[str], rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Values of some columns at the given row numbers, in their order."""
+        columns = {column.name: column for column in self.columns}
+        shapes = {name: (len(rows),) if columns[name].width is None else (len(rows), columns[name].row_width) for name in names}
+        out = {name: np.empty(shape, columns[name].dtype) for name, shape in shapes.items()}
+        owners = np.searchsorted(self._firsts, rows, side="right") - 1
+        order = np.argsort(owners, kind="stable")
+        cuts = np.flatnonzero(np.diff(owners[order], prepend=-1)).tolist()
+        for low, high in pairwise([*cuts, len(rows)]):
+            group, mine = self.groups[owners[order[low]]], order[low:high]
+            for name, values in out.items():
+                values[mine] = group.part.mapping.array(group, name)[rows[mine] - group.first]
+        return out
 
     def by_part(self) -> Iterator[tuple[Part, int, list[Group]]]:
         """Each part with the number of its first row in the log and its row groups that hold rows."""

@@ -62,14 +62,8 @@ class ProbeRows:
 
     def vectors(self, name: str, start: int = 0, stop: int | None = None) -> Float[ndarray, "p d"]:
         """X or y of these probes, or of a range of them."""
-        rows = self.row[start:stop]
-        column = next(column for column in self.log.columns if column.name == name)
-        out = np.empty((len(rows), column.row_width), column.dtype)
-        for group in self.log.groups:
-            mine = np.flatnonzero((rows >= group.first) & (rows < group.first + group.rows))
-            if len(mine):
-                out[mine] = _group_array(group, name)[rows[mine] - group.first]
-        return out
+        found: ndarray = self.log.take([name], self.row[start:stop])[name]
+        return found
 
 
 def find_queries(

@@ -36,13 +36,7 @@ class Labelling:
 
     def take(self, log: Log, rows: Int64[ndarray, " n"]) -> pa.Table:
         """The row columns of the given row numbers, in their order."""
-        columns = {name: np.zeros(len(rows), wide) for name, wide in _STORED.items()}
-        owners = np.searchsorted([group.first for group in log.groups], rows, side="right") - 1
-        for owner in np.unique(owners):
-            group, mine = log.groups[owner], np.flatnonzero(owners == owner)
-            mapping = group.part.mapping
-            for name, column in columns.items():
-                column[mine] = mapping.array(group, name)[rows[mine] - group.first]
+        columns = log.take(list(_STORED), rows)
         return self.build(*(columns[name] for name in _STORED))
 
     def of_group(self, mapping: Mapping, group: Group) -> pa.Table:

@@ -577,3 +577,15 @@ def test_a_footer_with_names_that_are_not_text_is_an_error(tmp_path: Path, text:
     path.write_bytes(data[: at + 1] + b"\xff" + data[at + 2 :])
     with pytest.raises(DamagedError, match=naming(path)):
         Log([path], COLUMNS).groups[0].max_norm, read(path)
+
+
+def test_rows_are_taken_in_the_order_that_is_asked(tmp_path: Path) -> None:
+    """From mapped and decoded groups of two parts, some rows more than once."""
+    made = [rows_of(70), rows_of(30)]
+    write_own(tmp_path / "part-0.parquet", made[0])
+    write_by_pyarrow(compression="zstd")(made[1], tmp_path / "part-1.parquet")
+    log = Log(sorted(tmp_path.iterdir()), COLUMNS)
+    rows = np.random.default_rng(0).integers(0, 100, 200)
+    for asked in (rows, rows[:0], rows[:1]):
+        expected = {name: np.concatenate([part[name] for part in made])[asked] for name in ("x", "step")}
+        assert same(log.take(["x", "step"], asked), expected)
