@@ -33,10 +33,12 @@ _SAME_AS_TOP = 0
               help="The smallest alpha instead: N of them, or as many as --top.")  # fmt: skip
 @where_option
 @click.option("--per", help="SQL expression: the best of each of its values, e.g. label.")
+@explain_option
 @budget_options
 @output_option
 def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, top: int,
-          bottom: int | None, where: str | None, per: str | None, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+          bottom: int | None, where: str | None, per: str | None, explain: bool, memory_mb: int, threads: int,
+          output: str) -> None:  # fmt: skip
     """The training patterns with the largest alpha: whose key is most like the query.
 
     Exact and ordered: ties by step, sample_id, position.
@@ -46,6 +48,8 @@ def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: st
         **query_vector(test_ids, vector),
     )  # fmt: skip
     print_result(result, output)
+    if explain:
+        print_explain(result)
 
 
 @click.command()

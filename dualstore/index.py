@@ -7,7 +7,7 @@ whose fingerprint it carries beside a checksum of its own; one that does not fit
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from dualstore.writer import write_whole
 __all__ = ["LayerIndex", "fingerprint"]
 
 _FORMAT = 1
+_NOTE = "dualstore"
+"""Key of the metadata that say what the file belongs to."""
 _HEAD_BYTES = 64
 """Of each column chunk: a page header is shorter."""
 
@@ -33,6 +35,8 @@ class LayerIndex:
         self.folder, self.log = folder, log
         self._tables: dict[tuple[Path, str], pa.Table | None] = {}
         self._warned = False
+        self.kept: dict[str, Any] = {}
+        """What readers made of tables, by kind; forgotten when the index changes."""
 
     def table(self, part: Part, kind: str, schema: pa.Schema) -> pa.Table | None:
         """The table of a part; None where there is none. Warns once of files that do not fit."""
@@ -41,24 +45,27 @@ class LayerIndex:
             self._tables[key] = self._read(part, kind, schema)
         return self._tables[key]
 
-    def write(self, part: Part, kind: str, table: pa.Table) -> None:
-        """Makes `table` that of a part. Raises StoreError where it cannot be written."""
+    def write(self, part: Part, kind: str, table: pa.Table, extra: Mapping[str, bytes] | None = None) -> None:
+        """Makes `table` that of a part; `extra` goes with it as metadata. Raises StoreError where it cannot be written."""
+        table = table.combine_chunks().replace_schema_metadata(extra)
         note = {"format": _FORMAT, "kind": kind, "part": self._fingerprint(part), "crc": _checksum(table)}
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, table.schema.with_metadata({"dualstore": json.dumps(note)})) as writer:
-            writer.write_table(table.combine_chunks())
+        with pa.ipc.new_file(sink, table.schema.with_metadata({**(extra or {}), _NOTE: json.dumps(note)})) as writer:
+            writer.write_table(table)
         path = self._path(part, kind)
         try:
             write_whole(path, sink.getvalue().to_pybytes())
         except OSError as error:
             raise StoreError(f"{path}: cannot be written: {error.strerror}; everything works without it, slower") from error
         self._tables.pop((part.path, kind), None)
+        self.kept.clear()
 
-    def remove_others(self, kind: str) -> None:
-        """Removes files of a kind whose part is no longer there."""
-        known = {self._path(part, kind) for part in self.log.parts}
-        for path in self.folder.glob(f"*.{kind}.arrow"):
-            if path not in known:
+    def remove_others(self, kind: str, kinds: Collection[str]) -> None:
+        """Removes files of `kind` or `kind-N` that are not of one of these kinds and of a part of the log."""
+        stems = {part.path.stem for part in self.log.parts}
+        for path in self.folder.glob(f"*.{kind}*.arrow"):
+            stem, _, found = path.stem.rpartition(".")
+            if stem not in stems or found not in kinds:
                 path.unlink(missing_ok=True)
 
     def _path(self, part: Part, kind: str) -> Path:
@@ -71,7 +78,9 @@ class LayerIndex:
         try:
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
-            note = json.loads((table.schema.metadata or {})[b"dualstore"])
+            extra = dict(table.schema.metadata or {})
+            note = json.loads(extra.pop(_NOTE.encode()))
+            table = table.replace_schema_metadata(extra)
             expected = {"format": _FORMAT, "kind": kind, "part": self._fingerprint(part), "crc": _checksum(table)}
             wrong = [name for name, value in expected.items() if note[name] != value]
             if not table.schema.equals(schema) or _has_nulls(table):
@@ -127,8 +136,9 @@ def _has_nulls(table: pa.Table) -> bool:
 
 
 def _checksum(table: pa.Table) -> int:
+    extra = sorted((table.schema.metadata or {}).items())
     crc = isal_zlib.crc32(json.dumps([str(table.schema.remove_metadata()), table.num_rows]).encode())
-    for buffer in _buffers(table):
+    for buffer in [*(data for pair in extra for data in pair), *_buffers(table)]:
         crc = isal_zlib.crc32(buffer, crc)
     return int(crc)
 

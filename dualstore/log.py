@@ -10,7 +10,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +259,18 @@ class Log:
         columns = {column.name: column for column in self.columns}
         shapes = {name: (len(rows),) if columns[name].width is None else (len(rows), columns[name].row_width) for name in names}
         out = {name: np.empty(shape, columns[name].dtype) for name, shape in shapes.items()}
-        owners = np.searchsorted(self._firsts, rows, side="right") - 1
-        order = np.argsort(owners, kind="stable")
-        cuts = np.flatnonzero(np.diff(owners[order], prepend=-1)).tolist()
-        for low, high in pairwise([*cuts, len(rows)]):
-            group, mine = self.groups[owners[order[low]]], order[low:high]
+        order = np.argsort(rows, kind="stable")
+        sought = rows[order]
+        firsts = self._firsts
+        low = 0
+        while low < len(sought):
+            owner = int(np.searchsorted(firsts, sought[low], side="right")) - 1
+            group = self.groups[owner]
+            high = low + int(np.searchsorted(sought[low:], group.first + group.rows))
+            local = sought[low:high] - group.first
             for name, values in out.items():
-                values[mine] = group.part.mapping.array(group, name)[rows[mine] - group.first]
+                values[order[low:high]] = group.part.mapping.array(group, name)[local]
+            low = high
         return out
 
     def by_part(self) -> Iterator[tuple[Part, int, list[Group]]]:

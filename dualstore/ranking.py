@@ -6,10 +6,12 @@ import numpy as np
 import pyarrow as pa
 
 from dualstore.errors import QueryError
+from dualstore.explain import Explain
 from dualstore.probes import Queries
 from dualstore.result import Result
 from dualstore.rows import ROW_COLUMNS, Selector
 from dualstore.schema import Layer
+from dualstore.sketch import read_sketches
 from dualstore.topk import top_k
 
 if TYPE_CHECKING:
@@ -26,7 +28,11 @@ def rank_patterns(
         raise QueryError(f"top: expected a whole number of at least 1, found {top!r}")
     select = Selector(store.labelling, where, per)
     log = store.patterns(layer)
-    ranking = top_k(log, queries.vectors, int(top), select, largest=not bottom, options=store.options)
+    explain = Explain(layer.d_in * queries.vectors.itemsize, log.rows)
+    sketches = [] if per is not None else list(read_sketches(store.index(layer), layer.d_in))
+    ranking = top_k(
+        log, queries.vectors, int(top), select, largest=not bottom, options=store.options, sketches=sketches, explain=explain
+    )
     rows = store.labelling.take(log, ranking.row)
     columns: dict[str, Any] = {}
     if queries.column is not None:
@@ -38,7 +44,7 @@ def rank_patterns(
     columns["task"] = pa.array(rows.column("task").to_pylist(), pa.string())
     table = _by_group(pa.table(columns), ranking.query, per, select.values, ranking.code)
     shown = f"{'bottom' if bottom else 'top'} {top}" + (f" per {per}" if per else "") + (f" where {where}" if where else "")
-    return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}")
+    return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}", explain)
 
 
 def _by_group(table: pa.Table, query: Any, per: str | None, values: list[Any], codes: Any) -> pa.Table:

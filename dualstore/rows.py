@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy import ndarray
 
 from dualstore.log import Group, Log, Mapping
-from dualstore.shapes import Int64
+from dualstore.shapes import Bool, Int64
 from dualstore.steps import Steps
 
 __all__ = ["ROW_COLUMNS", "Labelling", "Select", "Selection", "Selector"]
@@ -105,6 +105,24 @@ class Selector:
         encoded = found.column("_group").combine_chunks().dictionary_encode(null_encoding="encode")
         codes = np.array([self._code(value) for value in encoded.dictionary.to_pylist()], np.int64)
         return Selection(rows, codes[encoded.indices.to_numpy()])
+
+    @property
+    def grouped(self) -> bool:
+        """Whether rows belong to groups of the question."""
+        return self._per is not None
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether no row is left out."""
+        return self._where is None
+
+    def among(self, log: Log, rows: Int64[ndarray, " n"]) -> Bool[ndarray, " n"] | None:
+        """Which of some row numbers are selected; None for all."""
+        if self._where is None:
+            return None
+        chosen = np.zeros(len(rows), bool)
+        chosen[self._select(self._labelling.take(log, rows)).column("_row").to_numpy()] = True
+        return chosen
 
     def _select(self, table: pa.Table) -> pa.Table:
         numbered = table.append_column("_row", pa.array(np.arange(table.num_rows)))

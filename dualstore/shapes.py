@@ -6,14 +6,14 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Bool", "Float", "Float64", "Int32", "Int64"]
+__all__ = ["Bool", "Float", "Float32", "Float64", "Int32", "Int64"]
 
 if TYPE_CHECKING or "jaxtyping" in sys.modules:
-    from jaxtyping import Bool, Float, Float64, Int32, Int64
+    from jaxtyping import Bool, Float, Float32, Float64, Int32, Int64
 else:
 
     class _Shaped:
         def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
             return item[0]
 
-    Bool = Float = Float64 = Int32 = Int64 = _Shaped
+    Bool = Float = Float32 = Float64 = Int32 = Int64 = _Shaped

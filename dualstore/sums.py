@@ -97,7 +97,7 @@ def build_sums(index: LayerIndex, steps: Steps, width: int, progress: Callable[[
 
     Memory: the sums of one part, at most an eighth of its keys' size divided by ROWS_PER_CELL, and a few hundred rows.
     """
-    index.remove_others(KIND)
+    index.remove_others(KIND, {KIND})
     for part, first, groups in index.log.by_part():
         if index.table(part, KIND, schema(width)) is None:
             index.write(part, KIND, _sum_up(part, first, groups, steps, width))

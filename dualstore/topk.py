@@ -1,24 +1,38 @@
-"""The patterns with the largest alpha for each query and group, by one scan for all queries.
+"""The patterns with the largest alpha for each query and group: by a search of the sketches, or one scan for all queries.
 
-The answer is exact although most products are taken in single precision: a row is dropped only when its fast product,
-plus a bound of that product's rounding error, stays below the k-th best exact value; all others are computed again by
-`kernels.exact_dots` and ranked by that value alone.
+The answer is exact although most products are taken in single precision, or not at all: a row is dropped only when a bound
+of its alpha (its fast product and the bound of that product's rounding error, or what its sketch says) stays below the k-th
+best exact value; all others are computed again by `kernels.exact_dots` and ranked by that value alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
+from dualstore.explain import Explain
 from dualstore.kernels import dots, error_bound, exact_dots
-from dualstore.log import Log
+from dualstore.log import Group, Log, Mapping
 from dualstore.part import upper_norm
-from dualstore.rows import Selector
+from dualstore.rows import Select, Selection, Selector
 from dualstore.scan import Options, Piece, block_rows_of, computed, pieces
 from dualstore.shapes import Bool, Float, Float64, Int64
+from dualstore.sketch import Asked, Projected, Sketch
 
 __all__ = ["Ranking", "top_k"]
+
+_HEAD_ROWS = 512
+"""Rows of each sketch, of the largest norms, that a search begins with."""
+_FIRST_ROWS = 256
+"""Rows of each query that are read together first; then four times as many."""
+_BLOCK_ROWS = 16_384
+"""Rows that are bounded at once."""
+_GATHER_COST = 16
+"""How many times dearer than in a scan a row is that is read alone."""
+_FEW_ROWS = 4096
+"""Rows that are read alone without asking for the price."""
 
 _PENDING = 64
 """Pairs of row and query that may wait to be ranked; while they wait, the k-th best alpha does not rise."""
@@ -43,28 +57,58 @@ def top_k(
     *,
     largest: bool = True,
     options: Options | None = None,
+    sketches: Sequence[Sketch] = (),
+    explain: Explain | None = None,
 ) -> Ranking:
     """The k patterns with the largest (or smallest) alpha for each query and group; fewer where there are fewer.
 
     Order: alpha, then step, sample_id, position, then place in the log. Rows whose alpha is NaN are not ranked.
+    Sketches, of any of the log's runs, save reading most keys; where they would not, everything is scanned.
     Memory: the budget plus some 2 k rows of numbers for each query and group.
     """
-    options = options or Options()
-    best = _Best(queries if largest else -queries, k, options)
+    options, sign = options or Options(), 1.0 if largest else -1.0
+    explain = explain or Explain(queries.shape[1] * queries.itemsize, log.rows)
+    signed = queries if largest else -queries
+    if sketches and not select.grouped:
+        best = _Best(signed, k, options)
+        if sum(len(sketch.row) for sketch in sketches) < log.rows:
+            _scan(best, log, _Outside(select, sketches), options, explain)
+        if _Search(best, log, sketches, select, explain).run():
+            return best.ranking(sign)
+        explain.count("searches given up", 1)
+    best = _Best(signed, k, options)
+    _scan(best, log, select, options, explain)
+    return best.ranking(sign)
 
+
+class _Outside:
+    """Selects, of the rows that `select` chooses, those of runs that have no sketch."""
+
+    def __init__(self, select: Select, sketches: Sequence[Sketch]) -> None:
+        self._select, self._known = select, {sketch.first for sketch in sketches}
+
+    def __call__(self, mapping: Mapping, groups: Sequence[Group]) -> Selection:
+        if groups[0].first in self._known:
+            return Selection(np.zeros(0, np.int64), None)
+        return self._select(mapping, groups)
+
+
+def _scan(best: "_Best", log: Log, select: Select, options: Options, explain: Explain) -> None:
     def products(piece: Piece) -> tuple[float | None, ndarray | None]:
         norm = _norm(piece)
         return norm, None if norm is None else piece.chosen(dots(piece.keys, best.scaled))
 
+    queries = best.scaled
     # The keys if they have to be decoded; scores, cuts, hits, and the (row, query) pairs of the hits.
     row_bytes = queries.shape[1] * queries.itemsize + len(queries) * (2 * queries.itemsize + 25)
     block_rows = block_rows_of(options.budget_bytes * 3 // 4, row_bytes, options.threads)
-    for piece, (norm, scores) in computed(pieces(log, select, block_rows), products, options.threads):
-        if norm is None or scores is None or best.may_overflow(norm):
-            best.add_all(piece)
-        else:
-            best.offer(piece, scores, norm)
-    return best.ranking(1.0 if largest else -1.0)
+    with explain.phase("scan"):
+        for piece, (norm, scores) in computed(pieces(log, select, block_rows), products, options.threads):
+            explain.rows_read += len(piece.keys)
+            if norm is None or scores is None or best.may_overflow(norm):
+                best.add_all(piece)
+            else:
+                best.offer(piece, scores, norm)
 
 
 def _norm(piece: Piece) -> float | None:
@@ -73,6 +117,105 @@ def _norm(piece: Piece) -> float | None:
         return piece.group.max_norm
     with np.errstate(over="ignore", invalid="ignore"):
         return upper_norm(float(np.vecdot(piece.keys, piece.keys).max()), piece.keys.shape[1])
+
+
+class _Search:
+    """The search of sketches for the best rows: bounds for all that a norm does not rule out, exact alphas in their order.
+
+    All queries go together: pairs of row and query, whose keys are gathered once.
+    """
+
+    def __init__(self, best: "_Best", log: Log, sketches: Sequence[Sketch], select: Selector, explain: Explain) -> None:
+        self._best, self._log, self._select, self._explain = best, log, select, explain
+        bases = {id(sketch.basis): sketch.basis for sketch in sketches}
+        projected = {key: Projected.of(best.scaled, basis) for key, basis in bases.items()}
+        self._asked = [Asked.of(sketch, projected[id(sketch.basis)]) for sketch in sketches]
+        self._rows = sum(len(sketch.row) for sketch in sketches)
+        self._seen: Int64[ndarray, " p"] = np.zeros(0, np.int64)
+        """Pairs whose alpha was taken, or whose row the condition leaves out; as `_pair` numbers them."""
+        self._budget = max(_FEW_ROWS, self._rows // _GATHER_COST) * len(best.scaled)
+        """Pairs that may be taken one by one before a scan costs less."""
+
+    def run(self) -> bool:
+        """Whether `best` now holds the best rows of the sketches, too; if not, only a scan tells."""
+        self._largest = max(asked.sketch.largest for asked in self._asked)
+        if self._best.may_overflow(self._largest):
+            return False
+        with self._explain.phase("search"):
+            head = _HEAD_ROWS
+            while not self._warm(head):
+                if head >= self._rows or self._budget <= 0:
+                    return False
+                head *= 8
+            return self._finish()
+
+    def _warm(self, head: int) -> bool:
+        """Takes the most promising of the first `head` rows of each sketch; whether each query has its k rows then."""
+        queries = np.flatnonzero(np.isneginf(self._best.cuts()))
+        if not len(queries):
+            return True
+        bounds = np.concatenate([asked.bounds(0, head)[:, queries] for asked in self._asked])
+        rows = np.concatenate([_numbers(asked.sketch, slice(0, head)) for asked in self._asked])
+        self._count(len(rows))
+        first = max(64, 2 * self._best.k) if self._select.everywhere else max(512, 8 * self._best.k)
+        wanted = min(len(rows), first * head // _HEAD_ROWS)
+        order = np.argpartition(-bounds, wanted - 1, axis=0)[:wanted]  # NaN comes last, and is looked at in the end
+        self._take(rows[order].ravel(), np.broadcast_to(queries, order.shape).ravel())
+        return not np.isneginf(self._best.cuts()).any()
+
+    def _finish(self) -> bool:
+        """Takes every pair whose bound is not below the query's k-th best alpha, the largest bounds first."""
+        cuts = self._best.cuts(self._largest)
+        found: list[tuple[ndarray, ndarray, ndarray]] = []
+        left = self._budget
+        for asked in self._asked:
+            reach = asked.reach(cuts, self._best.scaled_norm)
+            for start in range(0, reach, _BLOCK_ROWS):
+                stop = min(reach, start + _BLOCK_ROWS)
+                bounds = asked.bounds(start, stop)
+                self._count(stop - start)
+                at, query = np.divmod(np.flatnonzero(~(bounds < cuts)), len(cuts))
+                left -= len(at)
+                if left < 0:
+                    return False
+                found.append((_numbers(asked.sketch, start + at), query, bounds[at, query]))
+        if found:
+            row, query, bound = map(np.concatenate, zip(*found, strict=True))
+            bound = np.where(np.isnan(bound), np.inf, bound)
+            order = np.lexsort((-bound, query))
+            row, query, bound = row[order], query[order], bound[order]
+            place, start, size = _rank(query, np.zeros_like(query)), 0, _FIRST_ROWS
+            while True:
+                now = (place >= start) & (place < start + size) & (bound >= self._best.cuts(self._largest)[query])
+                if not now.any():
+                    break
+                self._take(row[now], query[now])
+                start, size = start + size, 4 * size
+        return True
+
+    def _take(self, rows: Int64[ndarray, " p"], queries: Int64[ndarray, " p"]) -> None:
+        """Ranks those of some pairs that are new and selected."""
+        pairs = queries * self._log.rows + rows
+        new = ~np.isin(pairs, self._seen)
+        self._seen = np.concatenate([self._seen, pairs[new]])
+        rows, queries = rows[new], queries[new]
+        self._budget -= len(rows)
+        some, member = np.unique(rows, return_inverse=True)
+        chosen = self._select.among(self._log, some)
+        if chosen is not None:
+            kept = chosen[member]
+            queries, some, member = queries[kept], some[chosen], (np.cumsum(chosen) - 1)[member[kept]]
+        self._explain.rows_read += len(some)
+        self._best.add_rows(self._log, some, member, queries)
+
+    def _count(self, rows: int) -> None:
+        self._explain.count("rows_bounded", rows)
+        self._explain.index_bytes += rows * self._asked[0].sketch.row_bytes
+
+
+def _numbers(sketch: Sketch, some: slice | ndarray) -> Int64[ndarray, " n"]:
+    """Row numbers in the log of some rows of a sketch."""
+    return sketch.first + sketch.row[some].astype(np.int64)
 
 
 class _Rows(NamedTuple):
@@ -91,14 +234,14 @@ class _Best:
     """The best rows so far of each query and group."""
 
     def __init__(self, queries: Float[ndarray, "m d"], k: int, options: Options) -> None:
-        self._queries, self._k = queries, k
+        self._queries, self.k = queries, k
         # Pairs that may wait: two copies of the key, the query as it is and in float64.
         self._pairs = max(1, options.budget_bytes // 4 // (24 * queries.shape[1] + 128))
         # A power of two is exact; it keeps products of tiny or huge queries inside the range of the fast kernel.
         exponents = np.frexp(np.abs(queries).max(axis=1, initial=0.0).astype(np.float64))[1]
         self._scale: Float64[ndarray, " m"] = 2.0 ** np.minimum(1000, -exponents.astype(np.int64))
         self.scaled = (queries.astype(np.float64) * self._scale[:, None]).astype(queries.dtype)
-        self._scaled_norm = np.linalg.norm(self.scaled.astype(np.float64), axis=1) * (1 + 1e-12)
+        self.scaled_norm = np.linalg.norm(self.scaled.astype(np.float64), axis=1) * (1 + 1e-12)
         self._bound = error_bound(queries.shape[1], queries.dtype)
         # What may underflow: in the fast product, and in alpha itself.
         self._tiny = queries.shape[1] * (float(np.finfo(queries.dtype).tiny) + 2.0**-1074 * self._scale)
@@ -109,13 +252,13 @@ class _Best:
         self._kth: Float64[ndarray, "m g"] = np.full((len(queries), 1), -np.inf)
 
     def _error(self, norm: float) -> Float64[ndarray, " m"]:
-        error: ndarray = self._bound * norm * self._scaled_norm + self._tiny * (1 + norm)
+        error: ndarray = self._bound * norm * self.scaled_norm + self._tiny * (1 + norm)
         return error
 
     def may_overflow(self, norm: float) -> bool:
         """Whether an alpha may leave the range of float64, where infinities tie although the fast products do not."""
         with np.errstate(over="ignore"):
-            return bool((norm * self._scaled_norm / self._scale >= 2.0**1023).any())
+            return bool((norm * self.scaled_norm / self._scale >= 2.0**1023).any())
 
     def offer(self, piece: Piece, scores: Float[ndarray, "n m"], norm: float) -> None:
         """Takes in the selected rows that may be among the best: those whose fast product is not below the cut."""
@@ -127,7 +270,7 @@ class _Best:
             self._add(piece, *np.divmod(hits, scores.shape[1]))
 
     def _cuts(self, scores: Float[ndarray, "n m"], norm: float) -> Float64[ndarray, " m"]:
-        error, behind = self._error(norm), len(scores) - self._k
+        error, behind = self._error(norm), len(scores) - self.k
         cuts: ndarray = self._kth[:, 0] * self._scale - error
         new = np.flatnonzero(np.isneginf(cuts)) if behind > 0 else ()
         for j in new:
@@ -167,13 +310,58 @@ class _Best:
         values = exact_dots(keys, self._queries[0] if len(self._queries) == 1 else self._queries[new.query])
         self._grow(int(new.code.max(initial=0)) + 1)
         wanted = np.flatnonzero(values >= self._kth[new.query, new.code])  # false for NaN
-        new = _Rows(*(field[wanted] for field in new._replace(value=values)))
+        self._rank(_Rows(*(field[wanted] for field in new._replace(value=values))))
+
+    def _rank(self, new: _Rows) -> None:
+        """Ranks rows among the best."""
         rows = _Rows(*map(np.concatenate, zip(self._kept, new, strict=True)))
         order = np.lexsort((rows.row, rows.position, rows.sample, rows.step, -rows.value, rows.code, rows.query))
-        order = order[_rank(rows.query[order], rows.code[order]) < self._k]
+        order = order[_rank(rows.query[order], rows.code[order]) < self.k]
         self._kept = rows = _Rows(*(field[order] for field in rows))
-        last = _rank(rows.query, rows.code) == self._k - 1
+        last = _rank(rows.query, rows.code) == self.k - 1
         self._kth[rows.query[last], rows.code[last]] = rows.value[last]
+
+    def add_rows(self, log: Log, rows: Int64[ndarray, " u"], member: Int64[ndarray, " p"], queries: Int64[ndarray, " p"]) -> None:
+        """Ranks pairs of a query and one of some rows of the log, without groups. Reads each row once."""
+        if self._pending:
+            self._merge()
+        each = max(1, self._pairs // 2)
+        order = np.argsort(member, kind="stable")
+        best: list[tuple[ndarray, ndarray, ndarray]] = []
+        for start in range(0, len(rows), each):
+            low, high = np.searchsorted(member, [start, start + each], sorter=order)
+            keys, mine = log.take(["x"], rows[start : start + each])["x"], order[low:high]
+            mine = mine[self._near(keys, member[mine] - start, queries[mine])]
+            for some in np.split(mine, range(self._pairs, len(mine), self._pairs)):
+                values = exact_dots(keys[member[some] - start], self._queries[queries[some]])
+                wanted = np.flatnonzero(values >= self._kth[queries[some], 0])  # false for NaN
+                best.append((values[wanted], member[some[wanted]], queries[some[wanted]]))
+        if best:
+            value, at, query = map(np.concatenate, zip(*best, strict=True))
+            found = log.take(["step", "sample_id", "position"], rows[at])
+            step, sample, position = (found[name] for name in ("step", "sample_id", "position"))
+            self._rank(_Rows(query, np.zeros_like(query), value, step, sample, position, rows[at]))
+
+    def _near(
+        self, keys: Float[ndarray, "c d"], member: Int64[ndarray, " p"], queries: Int64[ndarray, " p"]
+    ) -> Int64[ndarray, " n"]:
+        """Which pairs of key and query have a fast product that is not below the query's cut."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            norm = upper_norm(float(np.vecdot(keys, keys).max(initial=0.0)), keys.shape[1])
+            if norm is None or self.may_overflow(norm):
+                return np.arange(len(member))
+            cuts = self._kth[:, 0] * self._scale - self._error(norm)
+            return np.flatnonzero(~(dots(keys, self.scaled)[member, queries].astype(np.float64) < cuts[queries]))
+
+    def cuts(self, norm: float = 0.0) -> Float64[ndarray, " m"]:
+        """The k-th best alpha of each query, without groups, as that of the scaled query; -inf where there are fewer.
+
+        Less what keys up to a norm may have lost of their alpha by underflow.
+        """
+        if self._pending:
+            self._merge()
+        cuts: ndarray = self._kth[:, 0] * self._scale - self._tiny * (1 + norm)
+        return cuts
 
     def _grow(self, groups: int) -> None:
         queries, now = self._kth.shape

@@ -276,5 +276,8 @@ def test_index_is_built_and_explain_says_that_it_was_used(store: Path, tmp_path:
     after = call(*ask)
     assert "share: " in after.stderr
     assert after.stdout == before.stdout
-    assert [path.name for path in sorted((copy / "index").glob("*/*"))] == ["part-0-000000.sums.arrow"] * 2
+    names = ["part-0-000000.sketch-0.arrow", "part-0-000000.sums.arrow"]
+    assert [path.name for path in sorted((copy / "index").glob("*/*"))] == names * 2
+    query = call("query", "--store", copy, "--test-id", "2", "--layer", "1", "--top", "3", "--json", "--explain")
+    assert "rows bounded: " in query.stderr
     fails("index", "--store", tmp_path / "none", match="no store there")

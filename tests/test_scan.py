@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy import ndarray
 
+from dualstore.index import LayerIndex
 from dualstore.log import Log
 from dualstore.part import PartWriter
 from dualstore.rows import Labelling, Selector
 from dualstore.scan import Options, Piece, computed, pieces
 from dualstore.schema import Layer, pattern_columns
+from dualstore.sketch import Sketch, build_sketches, read_sketches
 from dualstore.steps import STEPS_SCHEMA, Steps
 from dualstore.topk import Ranking, top_k
 from tests import reference
@@ -92,6 +94,27 @@ def write_log(folder: Path, rows: Rows, cuts: Sequence[int] = (), group_rows: in
     return Log(sorted(folder.glob("*.parquet")), columns)
 
 
+def search_of(log: Log, folder: str, which: str, *, run_rows: int = 100) -> list[Sketch]:
+    """Sketches of "all" runs of a log, of "some" or of "no" one."""
+    if which == "no" or not log.rows:
+        return []
+    index = LayerIndex(Path(folder) / "index", log)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dualstore.sketch.RUN_ROWS", run_rows)
+        patch.setattr("dualstore.sketch._KEY_VALUES", 2)
+        build_sketches(index, log.columns[-2].row_width)
+        found = read_sketches(index, log.columns[-2].row_width)
+    return found if which == "all" else found[::2]
+
+
+@pytest.fixture(autouse=True)
+def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches of a few rows at a time that do not give up early, and runs as short as their sketches."""
+    monkeypatch.setattr("dualstore.scan.RUN_ROWS", 100)
+    for name, value in (("_HEAD_ROWS", 5), ("_BLOCK_ROWS", 30), ("_FIRST_ROWS", 2), ("_FEW_ROWS", 1000)):
+        monkeypatch.setattr(f"dualstore.topk.{name}", value)
+
+
 def expect(
     rows: Rows, queries: ndarray, k: int, largest: bool = True, kept: ndarray | None = None, codes: ndarray | None = None
 ) -> list[tuple]:
@@ -124,6 +147,7 @@ def as_tuples(found: Ranking) -> list[tuple]:
     threads=st.integers(1, 3),
     group_rows=st.sampled_from([32, 64, 16_384]),
     cuts=st.lists(st.integers(0, 260), max_size=3),
+    sketched=st.sampled_from(["no", "some", "all"]),
     seed=st.integers(0, 999),
 )
 def test_the_answer_is_the_true_one_for_every_knob(
@@ -138,12 +162,15 @@ def test_the_answer_is_the_true_one_for_every_knob(
     threads: int,
     group_rows: int,
     cuts: list[int],
+    sketched: str,
     seed: int,
 ) -> None:
     rows, vectors = make_rows(kind, count, width, seed), make_queries(asked or kind, queries, width, seed)
     with tempfile.TemporaryDirectory() as folder:
         log = write_log(Path(folder), rows, cuts, group_rows)
-        found = top_k(log, vectors, k, EVERYTHING, largest=largest, options=Options(budget_bytes, threads))
+        sketches = search_of(log, folder, sketched)
+        options = Options(budget_bytes, threads)
+        found = top_k(log, vectors, k, EVERYTHING, largest=largest, options=options, sketches=sketches)
     assert as_tuples(found) == expect(rows, vectors, k, largest)
 
 
@@ -184,6 +211,7 @@ def group_codes(rows: Rows, per: str, kept: ndarray) -> tuple[ndarray, list[Any]
     threads=st.integers(1, 3),
     group_rows=st.sampled_from([32, 64, 16_384]),
     cuts=st.lists(st.integers(0, 260), max_size=3),
+    sketched=st.sampled_from(["no", "some", "all"]),
     seed=st.integers(0, 999),
 )
 def test_selected_and_grouped_answers_are_the_true_ones_for_every_knob(
@@ -198,6 +226,7 @@ def test_selected_and_grouped_answers_are_the_true_ones_for_every_knob(
     threads: int,
     group_rows: int,
     cuts: list[int],
+    sketched: str,
     seed: int,
 ) -> None:
     rows, vectors = make_rows(kind, count, 4, seed), make_queries(kind, queries, 4, seed)
@@ -206,7 +235,8 @@ def test_selected_and_grouped_answers_are_the_true_ones_for_every_knob(
     select = Selector(LABELLING, condition[0], per)
     with tempfile.TemporaryDirectory() as folder:
         log = write_log(Path(folder), rows, cuts, group_rows)
-        found = top_k(log, vectors, k, select, largest=largest, options=Options(budget_bytes, threads))
+        sketches = search_of(log, folder, sketched)
+        found = top_k(log, vectors, k, select, largest=largest, options=Options(budget_bytes, threads), sketches=sketches)
     assert as_tuples(found) == expect(rows, vectors, k, largest, kept, codes)
     assert select.values == values
 
@@ -222,6 +252,7 @@ def test_selected_and_grouped_answers_are_the_true_ones_for_every_knob(
     largest=st.booleans(),
     budget_bytes=st.sampled_from([2000, 1 << 20]),
     group_rows=st.sampled_from([32, 16_384]),
+    sketched=st.sampled_from(["no", "all"]),
     seed=st.integers(0, 999),
 )
 def test_double_precision_is_ranked_by_its_alphas_out_to_the_ends_of_the_range(
@@ -234,6 +265,7 @@ def test_double_precision_is_ranked_by_its_alphas_out_to_the_ends_of_the_range(
     largest: bool,
     budget_bytes: int,
     group_rows: int,
+    sketched: str,
     seed: int,
 ) -> None:
     """Where products round to zero, to few digits or to infinity, that is what ranks."""
@@ -243,7 +275,8 @@ def test_double_precision_is_ranked_by_its_alphas_out_to_the_ends_of_the_range(
         queries = np.nan_to_num(make_queries("normal", 2, width, seed).astype(np.float64) * asked, posinf=1e308, neginf=-1e308)
     with tempfile.TemporaryDirectory() as folder:
         log = write_log(Path(folder), rows, (), group_rows)
-        found = top_k(log, queries, k, EVERYTHING, largest=largest, options=Options(budget_bytes))
+        sketches = search_of(log, folder, sketched)
+        found = top_k(log, queries, k, EVERYTHING, largest=largest, options=Options(budget_bytes), sketches=sketches)
     assert as_tuples(found) == expect(rows, queries, k, largest)
 
 

@@ -1,0 +1,262 @@
+"""Sketches of keys: a few numbers a row from which alpha is bounded, so that a top-k reads hardly any key.
+
+Keys of a layer lie near a subspace of few dimensions. With its basis V (d, p), a key x is kept as its coordinates c =
+V^T x in single precision, its norm, and the norm of what is left, rho = |x - V c|. For a query q with a = V^T q and
+q' = q - V a,
+
+    alpha = x . q = c . a + (x - V c) . q = c . a + (x - V c) . q' + (V^T x - V^T V c) . a
+          <= c . a + rho |q'| + delta |x| |a|
+
+for any V and c, delta |x| being the largest |V^T x - V^T V c|, which rounding leaves: one product of (c, rho, |x|) with
+(a, |q'|, delta |a|). Rows are sorted by norm within their run, so that a search may stop where |x| |q| falls below the k-th
+best alpha.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+from numpy import ndarray
+
+from dualstore.index import LayerIndex
+from dualstore.kernels import error_bound
+from dualstore.log import Group, Log, Part
+from dualstore.scan import RUN_ROWS
+from dualstore.shapes import Float, Float32, Float64, Int32
+
+__all__ = ["Asked", "Projected", "Sketch", "build_sketches", "read_sketches"]
+
+KIND = "sketch"
+_KEY_VALUES = 25
+"""Values of a key for each of its coordinates: a sketch takes 4 % of the keys and three numbers a row."""
+_MOST_COORDINATES = 64
+_SAMPLE_ROWS = 1024
+_TILE_ROWS = 256
+_LEAST_NORM, _LEAST_SLACK = 2.0**-96, 1e-6
+"""Their product is more than what single precision loses of a bound by underflow."""
+_WORSE = 1.15
+"""How much more of the keys than its best basis the one of the run before may leave."""
+
+
+def coordinates(width: int) -> int:
+    """Coordinates kept of keys of `width` values."""
+    return max(1, min(_MOST_COORDINATES, width // _KEY_VALUES))
+
+
+def schema(width: int) -> pa.Schema:
+    """Columns of the file of one run of row groups; `row` counts from its first row."""
+    vector = pa.list_(pa.field("element", pa.float32(), nullable=False), coordinates(width) + 2)
+    fields = {"row": pa.int32(), "norm": pa.float32(), "code": vector}
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields.items()])
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The sketch of one run of row groups, rows by falling norm. What is not finite comes first, with infinite norm."""
+
+    first: int
+    """Number of the run's first row in the log."""
+    row: Int32[ndarray, " n"]
+    norm: Float32[ndarray, " n"]
+    """At least |x|, and never quite 0."""
+    code: Float32[ndarray, "n p+2"]
+    """c; at least |x - V c|; norm."""
+    basis: Float32[ndarray, "p d"]
+    delta: float
+    longest: float
+    """At least |c| / |x|."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a bound reads."""
+        return 4 * int(self.code.shape[1])
+
+    @property
+    def largest(self) -> float:
+        """The largest norm that is finite."""
+        at = bisect_right(self.norm, -np.inf, key=lambda norm: -float(norm))
+        return float(self.norm[at]) if at < len(self.norm) else 0.0
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Queries as the sketches of one basis need them."""
+
+    inside: Float32[ndarray, "m p"]
+    """a"""
+    outside: Float64[ndarray, " m"]
+    """At least |q - V a|."""
+    norm: Float64[ndarray, " m"]
+    size: Float64[ndarray, " m"]
+    """|a|"""
+
+    @classmethod
+    def of(cls, queries: Float[ndarray, "m d"], basis: Float32[ndarray, "p d"]) -> "Projected":
+        """The queries projected onto a basis."""
+        wide, axes = queries.astype(np.float64), basis.astype(np.float64)
+        inside = (wide @ axes.T).astype(np.float32)
+        kept = inside.astype(np.float64)
+        outside = np.linalg.norm(wide - kept @ axes, axis=1) * (1 + 1e-6)
+        return cls(inside, outside, np.linalg.norm(wide, axis=1), np.linalg.norm(kept, axis=1))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A sketch with queries put to it."""
+
+    sketch: Sketch
+    queries: Float32[ndarray, "m p+2"]
+
+    @classmethod
+    def of(cls, sketch: Sketch, queries: Projected) -> "Asked":
+        """The queries put to a sketch of their basis."""
+        width, count = sketch.basis.shape[1], sketch.code.shape[1]
+        # The product's own rounding, and that of alpha; |c| and |x - V c| are at most (longest + 2) |x| together.
+        rounding = (sketch.longest + 2) * error_bound(count + 8, np.float32) + error_bound(width, np.float64)
+        slack = (queries.size * sketch.delta + queries.norm * rounding) * (1 + 1e-6)
+        slack = np.maximum(slack, _LEAST_SLACK)
+        return cls(sketch, np.column_stack([queries.inside, queries.outside, slack]).astype(np.float32))
+
+    def reach(self, cuts: Float64[ndarray, " m"], norms: Float64[ndarray, " m"]) -> int:
+        """How many of the first rows may have an alpha of at least their query's cut, by norm alone."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            least = float((cuts / (norms * (1 + 1e-5))).min())
+        if not least > 0:  # NaN where nothing is known
+            return len(self.sketch.norm)
+        return bisect_right(self.sketch.norm, -least, key=lambda norm: -float(norm))
+
+    def bounds(self, start: int, stop: int) -> Float32[ndarray, "n m"]:
+        """At least the exact alpha of rows and queries; NaN where it cannot be told."""
+        codes = self.sketch.code[start:stop]
+        with np.errstate(over="ignore", invalid="ignore"):
+            if len(self.queries) == 1:  # a third faster than the product of matrices
+                bound: ndarray = (codes @ self.queries[0])[:, None]
+            else:
+                bound = codes @ self.queries.T
+        return bound
+
+
+def build_sketches(index: LayerIndex, width: int, progress: Callable[[int], None] = lambda rows: None) -> None:
+    """Writes the sketch of every run of row groups that has none that fits; of mapped parts only.
+
+    Memory: the sketch of one run, a twentieth of its keys, and a few hundred keys in float64.
+    """
+    index.remove_others(KIND, {name for _, name, _ in _runs(index.log)})
+    basis: ndarray | None = None
+    for part, name, groups in _runs(index.log):
+        mapped = all(part.mapping.column(group, "x") is not None for group in groups)
+        table = index.table(part, name, schema(width))
+        if mapped and table is None:
+            arrays = [part.mapping.array(group, "x") for group in groups]
+            basis = _basis(_sample(arrays), coordinates(width), basis)
+            index.write(part, name, *_sketch(arrays, basis))
+        elif table is not None:
+            basis = _of_table(table, 0, width).basis
+        progress(sum(group.rows for group in groups))
+
+
+def read_sketches(index: LayerIndex, width: int) -> list[Sketch]:
+    """The sketches that fit the log, in its order. Held: what numpy needs to see the mapped files."""
+    if KIND not in index.kept:
+        found: list[Sketch] = []
+        for part, name, groups in _runs(index.log):
+            table = index.table(part, name, schema(width))
+            if table is not None:
+                sketch = _of_table(table, groups[0].first, width)
+                same = next((one.basis for one in found[-1:] if np.array_equal(one.basis, sketch.basis)), sketch.basis)
+                found.append(replace(sketch, basis=same))
+        index.kept[KIND] = found
+    kept: list[Sketch] = index.kept[KIND]
+    return kept
+
+
+def _of_table(table: pa.Table, first: int, width: int) -> Sketch:
+    extra = table.schema.metadata
+    note = json.loads(extra[b"note"])
+    row, norm = (table.column(name).to_numpy() for name in ("row", "norm"))
+    code = table.column("code").combine_chunks().flatten().to_numpy().reshape(len(row), -1)
+    basis = np.frombuffer(extra[b"basis"], np.float32).reshape(-1, width)
+    return Sketch(first, row, norm, code, basis, note["delta"], note["longest"])
+
+
+def _runs(log: Log) -> Iterator[tuple[Part, str, list[Group]]]:
+    """Runs of row groups, each with its part and the kind of its file."""
+    part, number = None, 0
+    for groups in log.chunks(RUN_ROWS):
+        number = number + 1 if groups[0].part is part else 0
+        part = groups[0].part
+        yield part, f"{KIND}-{number}", groups
+
+
+def _sketch(arrays: Sequence[ndarray], basis: Float32[ndarray, "p d"]) -> tuple[pa.Table, dict[str, bytes]]:
+    """The sketch of the keys of a run: its table and what goes with it."""
+    rows, width = sum(map(len, arrays)), basis.shape[1]
+    norm, rest, defect = np.empty(rows), np.empty(rows), np.empty(rows)
+    table = np.empty((rows, len(basis) + 2), np.float32)
+    code = table[:, :-2]
+    wide = np.ascontiguousarray(basis.T.astype(np.float64))
+    gram = wide.T @ wide
+    at = 0
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for keys in arrays:
+            for start in range(0, len(keys), _TILE_ROWS):
+                x = keys[start : start + _TILE_ROWS].astype(np.float64)
+                mine = slice(at, at + len(x))
+                inside = x @ wide
+                code[mine] = inside
+                kept = code[mine].astype(np.float64)
+                square, image = np.vecdot(x, x), kept @ gram
+                left = square - 2 * np.vecdot(inside, kept) + np.vecdot(kept, image)
+                norm[mine] = np.sqrt(square)
+                rest[mine] = np.sqrt(np.maximum(left, 0) + 8 * error_bound(width + 8, np.float64) * square)
+                defect[mine] = np.sqrt(np.vecdot(inside - image, inside - image))
+                at += len(x)
+        norm = np.maximum(norm, _LEAST_NORM) * (1 + 1e-6)  # single precision rounds by less
+        rest = np.minimum(rest, norm) * (1 + 1e-6)
+        size = np.sqrt(np.einsum("np,np->n", code, code, dtype=np.float64))
+        good = np.isfinite(norm.astype(np.float32)) & np.isfinite(rest) & np.isfinite(size) & np.isfinite(defect)
+        norm[~good], rest[~good], code[~good] = np.inf, np.inf, 0
+        table[:, -2], table[:, -1] = rest, norm
+        delta = float((defect[good] / norm[good]).max(initial=0.0)) * (1 + 1e-6) + error_bound(width + 8, np.float64)
+        longest = float((size[good] / norm[good]).max(initial=0.0)) * (1 + 1e-6)
+    order = np.argsort(-norm, kind="stable").astype(np.int32)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(table[order].reshape(-1)), type=schema(width).field("code").type)
+    note = json.dumps({"delta": delta, "longest": longest}).encode()
+    found = pa.table([pa.array(order), pa.array(table[order, -1]), vectors], schema=schema(width))
+    return found, {"basis": basis.tobytes(), "note": note}
+
+
+def _sample(arrays: Sequence[ndarray]) -> Float64[ndarray, "s d"]:
+    """Some keys, spread over the run; those that are not finite or huge are left out."""
+    each = -(-_SAMPLE_ROWS // len(arrays))
+    spread = [keys[np.unique(np.linspace(0, len(keys) - 1, min(each, len(keys))).astype(int))] for keys in arrays]
+    keys = np.concatenate(spread).astype(np.float64)
+    return keys[(np.abs(keys) < 1e100).all(axis=1)]
+
+
+def _basis(keys: Float64[ndarray, "s d"], count: int, before: Float32[ndarray, "p d"] | None) -> Float32[ndarray, "p d"]:
+    """Orthonormal vectors that span nearly the best subspace of `count` dimensions for the keys.
+
+    The basis `before` is kept where it leaves hardly more of the keys, so that queries are projected once for many runs.
+    Source: Halko, Martinsson, Tropp 2011, Finding structure with randomness, algorithm 4.4 (subspace iteration).
+    """
+    width = keys.shape[1]
+    found = np.linalg.qr(np.random.default_rng(0).standard_normal((width, min(width, count + 8))))[0]
+    size = np.abs(keys).max(initial=0.0)
+    keys = keys / size if size > 0 else keys
+    for _ in range(3):
+        found = np.linalg.qr(keys.T @ (keys @ found))[0]
+    small = keys @ found
+    turned = np.linalg.eigh(small.T @ small)[1][:, ::-1]
+    best = np.ascontiguousarray((found @ turned)[:, :count].T.astype(np.float32))
+    if before is not None and _left(keys, before) <= _WORSE * _left(keys, best):
+        return before
+    return best
+
+
+def _left(keys: Float64[ndarray, "s d"], basis: Float32[ndarray, "p d"]) -> float:
+    """The squares of the keys that a basis leaves, summed."""
+    return float(np.square(keys).sum() - np.square(keys @ basis.T.astype(np.float64)).sum())
