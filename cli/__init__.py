@@ -1,5 +1,6 @@
 """The command line: each command is a thin face of one library call."""
 
+import io
 import sys
 import warnings
 
@@ -24,6 +25,11 @@ for _command in (run.demo, run.train, look.info, ask.query, ask.totals, ask.vote
 
 def main() -> None:
     """Entry point: data on stdout, warnings and one-line errors on stderr; exit code 1 for errors, 2 for usage."""
+    if sys.stdout is None:
+        _fail("standard output is closed; nothing to print to", 1)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what the terminal cannot show
     warnings.showwarning = _show_warning
     warnings.simplefilter("always", DualstoreWarning)
     try:

@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,8 +10,10 @@ import numpy as np
 
 import dualstore
 from dualstore.errors import QueryError
+from dualstore.store import MAX_THREADS
 
 __all__ = [
+    "Finite",
     "budget_options",
     "explain_option",
     "layer_of",
@@ -21,6 +24,18 @@ __all__ = [
     "store_option",
     "where_option",
 ]
+
+
+class Finite(click.FloatRange):
+    """A number in a range; NaN, which is in none, is refused, and so is infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,9 +61,9 @@ output_option = _stack(
 )
 
 budget_options = _stack(
-    click.option("--memory", "memory_mb", type=click.IntRange(min=1), default=256, show_default=True,
+    click.option("--memory", "memory_mb", type=click.IntRange(1, 1 << 24), default=256, show_default=True,
                  help="Memory in MB that a scan may take; mapped file pages are the system's."),
-    click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True,
+    click.option("--threads", type=click.IntRange(1, MAX_THREADS), default=2, show_default=True,
                  help="Threads for products of several queries."),
 )  # fmt: skip
 
@@ -79,10 +94,10 @@ def query_vector(test_ids: tuple[int, ...], vector: Path | None) -> dict[str, An
         raise click.UsageError("give --test-id or --vector, not both")
     try:
         return {"x": np.load(vector, allow_pickle=False)}
-    except (OSError, ValueError) as error:
-        raise QueryError(f"{vector}: expected a .npy file of numbers, found {error}") from error
+    except Exception as error:  # numpy lets through whatever its parsers of headers and archives raise
+        raise QueryError(f"{vector}: expected a .npy file of numbers, found {error or type(error).__name__}") from error
 
 
 def layer_of(text: str) -> int | str:
     """A layer as the library takes it: digits are a number."""
-    return int(text) if text.isdecimal() else text
+    return int(text) if text.isdecimal() and len(text) < 10 else text

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from typing import Any
 
 import click
@@ -22,9 +23,7 @@ def print_result(result: Result, output: str, percent: Sequence[str] = ()) -> No
     if output == "json":
         click.echo(json.dumps([_plain_row(row) for row in result], ensure_ascii=False))
     elif output == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(result.columns)
-        writer.writerows([_plain(value) for value in row.values()] for row in result)
+        _print_csv([result.columns, *([_cell(value) for value in row.values()] for row in result)])
     else:
         rows = [[_percent(value) if name in percent else format_value(value) for name, value in row.items()] for row in result]
         print_table(result.title, result.columns, rows)
@@ -42,10 +41,20 @@ def print_object(values: Mapping[str, Any], output: str) -> bool:
     if output == "json":
         click.echo(json.dumps(_plain(values), ensure_ascii=False))
     elif output == "csv":
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(values)
-        writer.writerow([json.dumps(_plain(v)) if isinstance(v, list | dict) else _plain(v) for v in values.values()])
+        _print_csv([list(values), [_cell(value) for value in values.values()]])
     return output in ("json", "csv")
+
+
+def _print_csv(rows: Sequence[Sequence[Any]]) -> None:
+    plain = csv.writer(sys.stdout, lineterminator="\n")
+    quoted = csv.writer(sys.stdout, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for row in rows:  # a lone carriage return ends a line for many readers, but is not quoted by itself
+        (quoted if any(isinstance(value, str) and "\r" in value for value in row) else plain).writerow(row)
+
+
+def _cell(value: Any) -> Any:
+    """A value as CSV has it: nested ones are JSON."""
+    return json.dumps(_plain(value), ensure_ascii=False) if isinstance(value, list | dict) else _plain(value)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -108,6 +117,8 @@ def _plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """The value as JSON has it: NaN and infinity are null, bytes are base64, what JSON lacks is text."""
+    if isinstance(value, Decimal):  # sums of whole numbers, too
+        return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, Mapping):
         return _plain_row(value)
     if isinstance(value, list | tuple):

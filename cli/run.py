@@ -12,7 +12,7 @@ import dualstore
 from dualstore.errors import StoreError
 
 from .look import print_info, print_verification
-from .options import open_from, store_option
+from .options import Finite, open_from, store_option
 from .output import print_result, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -25,14 +25,12 @@ _EXAMPLE = "SELECT sample_id, sum(alpha) AS total FROM attention GROUP BY ALL OR
 _SETTINGS = (
     click.option("--steps", type=click.IntRange(min=1), help="Steps of each phase; default 5000, continual 3000."),
     click.option("--batch-size", type=click.IntRange(min=1), default=128, show_default=True),
-    click.option("--lr", type=float, default=3e-3, show_default=True, help="Learning rate."),
-    click.option("--momentum", type=float, default=0.9, show_default=True),
-    click.option(
-        "--clip", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Largest gradient norm; 0 for no clipping."
-    ),
-    click.option("--hidden", type=click.IntRange(min=1), default=800, show_default=True, help="Width of both hidden layers."),
+    click.option("--lr", type=Finite(min=0), default=3e-3, show_default=True, help="Learning rate."),
+    click.option("--momentum", type=Finite(min=0), default=0.9, show_default=True),
+    click.option("--clip", type=Finite(min=0), default=1.0, show_default=True, help="Largest gradient norm; 0 for no clipping."),
+    click.option("--hidden", type=click.IntRange(1, 1 << 20), default=800, show_default=True, help="Width of both hidden layers."),
     click.option("--images", type=click.IntRange(min=1), default=40_053, show_default=True, help="Training images of each set."),
-    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True),
 )
 
 

@@ -1,13 +1,15 @@
 """The one place that speaks to DuckDB: filters, groups, joins and free SQL over rows that others provide."""
 
+import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from dualstore.errors import QueryError
+from dualstore.errors import DamagedError, QueryError
 
 __all__ = ["Database"]
 
@@ -28,11 +30,23 @@ class Database:
         self._connection.register(name, rows)
 
     def view(self, name: str, statement: str, parameters: Mapping[str, Any]) -> None:
-        """Makes the statement of `dualstore/sql/<statement>.sql` the view `name`."""
-        self._connection.sql(read_sql(statement), params=dict(parameters)).create_view(name)
+        """Makes the statement of `dualstore/sql/<statement>.sql` the view `name`. Raises DamagedError where it cannot be read."""
+        try:
+            self._connection.sql(read_sql(statement), params=dict(parameters)).create_view(name)
+        except duckdb.Error as error:
+            raise DamagedError(f"{name}: {_reason(error)}; restore the file or delete it") from error
 
     def run(self, text: str) -> pa.Table:
-        """The result of free SQL. Raises QueryError with DuckDB's first line."""
+        """The result of free SQL; may be interrupted. Raises QueryError with DuckDB's first line."""
+        with ThreadPoolExecutor(1) as pool:  # where signals reach us, DuckDB does not look for them
+            running = pool.submit(self._run, text)
+            try:
+                return running.result()
+            except BaseException:
+                self._connection.interrupt()
+                raise
+
+    def _run(self, text: str) -> pa.Table:
         try:
             found = self._connection.sql(text)
             return pa.table({}) if found is None else found.to_arrow_table()
@@ -61,15 +75,26 @@ class Database:
             raise QueryError(_explain(error, what, rows)) from error
         if pa.types.is_nested(found) or (condition and not (pa.types.is_boolean(found) or pa.types.is_null(found))):
             raise QueryError(f"{what}: expected {'true or false' if condition else 'one value'}, found {found}; {_columns(rows)}")
+        self.check_stable(expression, what)
 
     def has_window(self, expressions: str) -> bool:
         """Whether a window function is among the expressions: it would see one run of rows at a time."""
-        (found,) = self._connection.execute("SELECT json_serialize_sql($text)", {"text": f"SELECT {expressions}"}).fetchall()
-        return '"class":"WINDOW"' in found[0]
+        return '"class":"WINDOW"' in self._parsed(expressions)
+
+    def check_stable(self, expressions: str, what: str) -> None:
+        """Raises QueryError where an expression has another value each time: it is computed for one run of rows at a time."""
+        called = set(re.findall(r'"function_name":"([^"]+)"', self._parsed(expressions)))
+        found = self._connection.execute(read_sql("unstable_functions"), {"names": sorted(called)}).fetchall() if called else []
+        if found:
+            raise QueryError(f"{what}: expected the same value whenever it is computed, found {found[0][0]}()")
+
+    def _parsed(self, expressions: str) -> str:
+        ((found,),) = self._connection.execute("SELECT json_serialize_sql($text)", {"text": f"SELECT {expressions}"}).fetchall()
+        return str(found)
 
     def aggregate(self, rows: pa.Table, by: str, measures: str) -> pa.Table:
         """`SELECT by, measures FROM rows GROUP BY by`, in no particular order."""
-        expressions = f"{by}, {measures}" if by else measures
+        expressions = f"{by}\n, {measures}" if by else measures
         try:
             return self._connection.from_arrow(rows).aggregate(expressions).to_arrow_table()
         except duckdb.Error as error:

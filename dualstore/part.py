@@ -237,7 +237,8 @@ class PartWriter:
         else:
             chunk.run.append(data)
         chunk.crc = isal_zlib.crc32(data, chunk.crc)
-        square = float(np.vecdot(values, values).max())
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(np.vecdot(values, values).max())
         if not square < np.inf:
             self.nonfinite[chunk.column.name] += int((~np.isfinite(values)).any(axis=1).sum())
             square = np.inf

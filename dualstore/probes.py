@@ -87,7 +87,7 @@ def find_queries(
 
 
 def _place(store: "Store", layer: Layer, rows: ProbeRows, test_id: int, position: int | None) -> int:
-    first, end = np.searchsorted(rows.test_id, [test_id, test_id + 1])
+    first, end = (int(np.searchsorted(rows.test_id, test_id, side)) for side in ("left", "right"))
     if first == end:
         known = f"{len(np.unique(rows.test_id))} are, {rows.test_id[0]} to {rows.test_id[-1]}" if len(rows.test_id) else "none is"
         raise QueryError(f"{store.path}: test id {test_id} was not recorded as a probe of layer {layer.number}; {known}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from numpy import ndarray
 
+from dualstore.errors import DualstoreError, QueryError
 from dualstore.result import Result
 from dualstore.rows import Selector
 from dualstore.schema import Layer
@@ -24,6 +25,8 @@ class _Attention:
 
     def __init__(self, store: "Store", layer: Layer, query: ndarray) -> None:
         self._store, self._layer, self._query = store, layer, query
+        self.error: DualstoreError | None = None
+        """What went wrong while DuckDB was reading."""
         self._schema = store.labelling.empty().append_column("alpha", pa.array([], pa.float64())).schema
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
@@ -32,8 +35,12 @@ class _Attention:
 
     def _batches(self) -> Iterable[pa.RecordBatch]:
         select = Selector(self._store.labelling, None, None)
-        for table in attention(self._store, self._layer, self._query, select):
-            yield from table.cast(self._schema).to_batches()
+        try:
+            for table in attention(self._store, self._layer, self._query, select):
+                yield from table.cast(self._schema).to_batches()
+        except DualstoreError as error:
+            self.error = error
+            raise
 
 
 def run_sql(store: "Store", text: str, layer: Layer | None, query: ndarray | None) -> Result:
@@ -51,9 +58,15 @@ def run_sql(store: "Store", text: str, layer: Layer | None, query: ndarray | Non
             database.view(folder, folder, {"files": [_literal(path) for path in paths]})
         else:
             database.register(folder, empty.empty_table())
-    if layer is not None and query is not None:
-        database.register("attention", _Attention(store, layer, query))
-    return Result(database.run(text), "sql")
+    attended = None if layer is None or query is None else _Attention(store, layer, query)
+    if attended is not None:
+        database.register("attention", attended)
+    try:
+        return Result(database.run(text), "sql")
+    except QueryError as error:
+        if attended is None or attended.error is None:
+            raise
+        raise attended.error from error
 
 
 def _literal(path: Path) -> str:

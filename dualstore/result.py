@@ -44,8 +44,7 @@ class Result:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """One flat dict a row."""
-        rows: list[dict[str, Any]] = self.table.to_pylist()
-        return rows
+        return _dicts(self.table)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -69,12 +68,25 @@ class Result:
         return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
     def _shown(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.table.slice(0, min(_SHOWN_ROWS, len(self))).to_pylist()
-        return rows
+        return _dicts(self.table.slice(0, min(_SHOWN_ROWS, len(self))))
 
     def _omitted(self) -> list[str]:
         left = len(self) - _SHOWN_ROWS
         return [f"… and {left} more rows"] if left > 0 else []
+
+
+def _dicts(table: pa.Table) -> list[dict[str, Any]]:
+    columns = [_values(column) for column in table.columns]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """The column as Python has it; as text where Python has no such value, as times beyond the year 9999."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except (OverflowError, ValueError):
+        values = [None if value is None else str(value) for value in column.cast(pa.string()).to_pylist()]
+    return values
 
 
 def _distinct(names: list[str]) -> list[str]:

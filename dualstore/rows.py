@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
+from dualstore.errors import QueryError
 from dualstore.log import Group, Log, Mapping
 from dualstore.shapes import Bool, Int64
 from dualstore.steps import Steps
@@ -102,7 +103,7 @@ class Selector:
         rows = found.column("_row").to_numpy()
         if self._per is None:
             return Selection(rows, None)
-        encoded = found.column("_group").combine_chunks().dictionary_encode(null_encoding="encode")
+        encoded = self._encoded(found.column("_group").combine_chunks())
         codes = np.array([self._code(value) for value in encoded.dictionary.to_pylist()], np.int64)
         return Selection(rows, codes[encoded.indices.to_numpy()])
 
@@ -124,12 +125,24 @@ class Selector:
         chosen[self._select(self._labelling.take(log, rows)).column("_row").to_numpy()] = True
         return chosen
 
+    def _encoded(self, groups: pa.Array) -> pa.DictionaryArray:
+        try:
+            plain = groups.cast(groups.type.value_type) if pa.types.is_dictionary(groups.type) else groups
+            encoded = plain.dictionary_encode(null_encoding="encode")
+            encoded.dictionary.to_pylist()
+        except (pa.ArrowException, NotImplementedError, OverflowError, ValueError) as error:
+            raise QueryError(
+                f"expression {self._per!r}: values of type {groups.type} cannot be grouped; cast them to text"
+            ) from error
+        return encoded
+
     def _select(self, table: pa.Table) -> pa.Table:
         numbered = table.append_column("_row", pa.array(np.arange(table.num_rows)))
         group = "" if self._per is None else f', ({self._per}\n) AS "_group"'
         found = self._database.select(numbered, self._where, "_row" + group)
         if self._per is not None:
-            self.value_type = found.schema.field("_group").type
+            kind = found.schema.field("_group").type
+            self.value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
         return found
 
     def _code(self, value: Any) -> int:

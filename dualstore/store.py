@@ -28,6 +28,8 @@ from dualstore.weights import read_weights
 
 __all__ = ["Store", "open_store"]
 
+MAX_THREADS = 256
+
 
 def open_store(path: str | Path, *, budget_bytes: int = Options.budget_bytes, threads: int = Options.threads) -> "Store":
     """The store at `path`, opened for reading; also while it is being recorded, up to its last flush.
@@ -38,9 +40,13 @@ def open_store(path: str | Path, *, budget_bytes: int = Options.budget_bytes, th
 
     Raises StoreError where there is no store, DamagedError where its files contradict themselves.
     """
-    if budget_bytes < 1 << 20 or threads < 1:
-        raise QueryError(f"open: expected a budget of at least 1 MiB and a thread, found {budget_bytes} bytes and {threads}")
-    return Store(Path(path), Options(budget_bytes, threads))
+    if budget_bytes < 1 << 20 or not 1 <= threads <= MAX_THREADS:
+        found = f"{budget_bytes} bytes and {threads}"
+        raise QueryError(f"open: expected a budget of at least 1 MiB and 1 to {MAX_THREADS} threads, found {found}")
+    path = Path(path)
+    if str(path).startswith("~"):  # a folder of that name: what reads Parquet would look in the user's home
+        path = path.absolute()
+    return Store(path, Options(budget_bytes, threads))
 
 
 class Store:

@@ -54,6 +54,8 @@ def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where
     # An aggregate alone makes a row of none; one beside columns is refused by `select`.
     if by.strip() and (database.select(none, None, by).num_rows or database.has_window(by)):
         raise QueryError(f"expression {by!r}: expected values of a row by itself, found an aggregate or a window")
+    if by.strip():
+        database.check_stable(by, f"expression {by!r}")
     sums.add(none)
     explain = Explain(layer.d_in * queries.vectors.itemsize, store.patterns(layer).rows * len(queries.vectors))
     rest = Rest(select)
@@ -163,9 +165,19 @@ class _Sums:
         if not self._sums or sum(table.num_rows for table in self._rows) >= RUN_ROWS:
             self._sums.append(self._database.aggregate(pa.concat_tables(self._rows), self._by, self._measures))
             self._rows = []
-            if {"total", "count"} & set(self._sums[0].column_names[:-2]):
-                raise QueryError(f"expression {self._by!r}: a group cannot be called total or count")
+            if len(self._sums) == 1:
+                self._check_names()
             self._sums = [self._merged()] if len(self._sums) > 16 else self._sums
+
+    def _check_names(self) -> None:
+        """Looks at the first sums, those of no rows: SQL does not tell names apart by their case."""
+        names = [name.lower() for name in self._sums[0].column_names[:-2]]
+        if {"total", "count"} & set(names):
+            raise QueryError(f"expression {self._by!r}: a group cannot be called total or count")
+        if len(set(names)) < len(names):
+            raise QueryError(f"expression {self._by!r}: expected groups of different names, found {', '.join(names)}")
+        if names:  # constants make a group of no rows
+            self._sums[0] = self._sums[0].slice(0, 0)
 
     def result(self, first: str) -> pa.Table:
         """Group columns, total, count: ordered by the column `first` if there is one, total downwards, groups."""

@@ -281,3 +281,51 @@ def test_index_is_built_and_explain_says_that_it_was_used(store: Path, tmp_path:
     query = call("query", "--store", copy, "--test-id", "2", "--layer", "1", "--top", "3", "--json", "--explain")
     assert "rows bounded: " in query.stderr
     fails("index", "--store", tmp_path / "none", match="no store there")
+
+
+def test_csv_quotes_what_ends_a_line_and_writes_nested_values_as_json(store: Path) -> None:
+    text = "SELECT 'a\rb' AS r, [1, NULL] AS list, sum(step) AS whole FROM patterns"
+    rows = subprocess.run([SCRIPT, "sql", text, "--store", store, "--csv"], capture_output=True, check=True).stdout.decode()
+    found = list(csv.reader(io.StringIO(rows, newline="")))
+    assert found[1][:2] == ["a\rb", "[1, null]"]
+    assert found[1][2] == str(2 * 6 * 45)
+    assert parsed("sql", "SELECT sum(step) AS whole FROM patterns", "--store", store) == [{"whole": 540}]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a zip", b"\x93NUMPY\x01\x00\x10\x00{'descr': ((((((\n"])
+def test_a_vector_file_that_is_none_is_refused(store: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.npy").write_bytes(content)
+    fails("query", "--store", store, "--layer", "0", "--vector", tmp_path / "x.npy", match="x.npy: expected a .npy file")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "mnist", "--lr", "-1"),
+        ("train", "mnist", "--lr", "nan"),
+        ("train", "mnist", "--clip", "inf"),
+        ("train", "mnist", "--seed", "9" * 20),
+        ("train", "mnist", "--hidden", "9" * 12),
+        ("sql", "SELECT 1", "--threads", "1000000"),
+        ("sql", "SELECT 1", "--memory", "9" * 20),
+    ],
+    ids=" ".join,
+)
+def test_numbers_out_of_range_are_wrong_usage(words: tuple[str, ...]) -> None:
+    fails(*words, match="Invalid value", code=2)
+
+
+def test_a_layer_of_many_digits_is_a_name(store: Path) -> None:
+    fails("query", "--store", store, "--layer", "9" * 5000, "--test-id", "1", match="no layer")
+
+
+def test_output_that_the_terminal_cannot_show_is_escaped(store: Path) -> None:
+    found = call("sql", "SELECT 'ü' AS name", "--store", store, "--csv", env={"PYTHONIOENCODING": "ascii"})
+    assert "\\xfc" in found.stdout
+
+
+def test_a_closed_output_is_an_error_in_one_line(store: Path) -> None:
+    command = f'"{SCRIPT}" info --store "{store}" >&-'
+    found = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert found.stderr == "error: standard output is closed; nothing to print to\n"

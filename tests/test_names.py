@@ -262,3 +262,10 @@ def test_a_batch_that_is_refused_leaves_the_recording_as_it_was(tmp_path: Path) 
     store = dualstore.open(tmp_path / "store")
     assert store.info()["rows"] == 2
     assert store.verify().ok
+
+
+@pytest.mark.parametrize("epoch", ["a", True, float("nan"), 2**31, -(2**31) - 1, [1], 1.5, None], ids=repr)
+def test_an_epoch_is_a_whole_number_of_32_bits(epoch: Any) -> None:
+    with pytest.raises(RecordError, match="epoch: expected a whole number within 32 bits"):
+        EpochCounter().given(epoch)
+    assert EpochCounter().given(np.int64(7)) == 7

@@ -14,9 +14,11 @@ import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy import ndarray
+from torch import nn
 
 import dualstore
 from dualstore.errors import QueryError
@@ -508,7 +510,7 @@ def test_a_bad_condition_is_refused_before_any_row_is_read(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("options", [{"budget_bytes": (1 << 20) - 1}, {"threads": 0}])
 def test_a_store_is_not_opened_without_room_to_work(stores: dict[str, Path], options: dict[str, int]) -> None:
-    with pytest.raises(QueryError, match="expected a budget of at least 1 MiB and a thread"):
+    with pytest.raises(QueryError, match="expected a budget of at least 1 MiB and 1 to 256 threads"):
         dualstore.open(stores["as written"], **options)
 
 
@@ -521,3 +523,34 @@ def test_a_recorded_probe_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     with pytest.raises(QueryError, match="the recorded probe of layer 'layer0': expected finite numbers, found NaN or infinity"):
         store.query(test_id=[5, 7], layer=0)
     assert len(store.query(test_id=5, layer=0)) == 20
+
+
+def test_a_folder_whose_name_begins_with_a_tilde_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not one in the user's home, as libraries that expand the tilde would have it."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualstore.record(model, optimizer, "~/store") as recorder:
+        with recorder.batch([0, 1]):
+            model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    assert (tmp_path / "~" / "store").is_dir()
+    store = dualstore.open("~/store")
+    assert len(store.query([1, 1], layer=0)) == 2
+    assert store.sql("SELECT count(*) AS n FROM steps").to_dicts() == [{"n": 1}]
+    assert store.verify().problems == []
+
+
+def test_the_largest_test_id_can_be_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2).eval()
+    with dualstore.record(model, torch.optim.SGD(model.parameters()), tmp_path / "s") as recorder, recorder.probe([2**63 - 1]):
+        model(torch.ones(1, 2))
+    assert len(dualstore.open(tmp_path / "s").query(test_id=2**63 - 1, layer=0)) == 0
+
+
+def test_groups_of_any_type_are_answered_or_refused_in_one_line(store: Store) -> None:
+    query = np.ones(store.layers[0].d_in)
+    found = store.query(query, layer=0, per="(label % 2)::VARCHAR::ENUM('-1', '0', '1')", top=1)
+    assert set(found.table["group"].to_pylist()) == {"-1", "0", "1"}
+    with pytest.raises(QueryError, match="cannot be grouped; cast them to text"):
+        store.query(query, layer=0, per="DATE '290000-01-01'")

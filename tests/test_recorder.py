@@ -4,6 +4,8 @@ import copy
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -1170,3 +1172,72 @@ def test_a_batch_of_no_rows_is_a_step_of_no_rows(tmp_path: Path) -> None:
             optimizer.zero_grad()
     store = assert_exact(tmp_path / "store")
     assert (store.last_step, store.info()["rows"]) == (2, 9)
+
+
+@pytest.mark.parametrize("epoch", [True, 2**31], ids=repr)
+def test_an_epoch_that_is_no_whole_number_is_refused_and_costs_no_step(tmp_path: Path, epoch: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    with dualstore.record(model, optimizer, tmp_path / "store") as recorder:
+        with recorder.batch([0]):
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with pytest.raises(RecordError, match="epoch: expected a whole number within 32 bits"), recorder.batch([0], epoch=epoch):
+            pass
+    assert dualstore.open(tmp_path / "store").last_step == 0
+
+
+@pytest.mark.parametrize("task", ["\ud800", 5, 1.5], ids=repr)
+def test_a_task_that_is_no_name_is_refused(tmp_path: Path, task: Any) -> None:
+    model = nn.Linear(2, 2)
+    with (
+        dualstore.record(model, sgd(model), tmp_path / "store") as recorder,
+        pytest.raises(RecordError, match="task"),
+        recorder.batch([0], task=task),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("argument", ["flush_s='a'", "flush_s=None", "queue_bytes='a'", "maker=b'x'"])
+def test_arguments_of_other_types_are_refused_before_anything_is_made(tmp_path: Path, argument: str) -> None:
+    """In a process of its own, where no test tool looks at types first."""
+    code = f"""
+import dualstore, torch
+model = torch.nn.Linear(2, 2)
+dualstore.record(model, torch.optim.SGD(model.parameters()), "store", {argument})
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert f"RecordError: {argument.split('=')[0]}: expected a" in found.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RecordError, match="recording cannot start: File name too long"):
+        dualstore.record(model, sgd(model), tmp_path / ("x" * 300))
+
+
+def test_a_loss_may_be_missing_but_must_be_a_number(tmp_path: Path) -> None:
+    for loss in (None, "abc", torch.ones(3)):
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model)
+        recorder = dualstore.record(model, optimizer, tmp_path / str(loss)[:3])
+        with recorder.batch([0]) as batch:
+            batch.loss = loss
+            model(torch.ones(1, 2)).sum().backward()
+        if loss is None:
+            optimizer.step()
+            recorder.close()
+        else:
+            with pytest.raises(RecordError, match=r"batch\.loss: expected one number, found"):
+                optimizer.step()
+
+
+def test_samples_may_be_half_precision_tensors_that_need_gradients(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with dualstore.record(model, sgd(model), tmp_path / "store") as recorder:
+        recorder.samples([0], [0], torch.ones(1, 2, 2, dtype=torch.bfloat16))
+        recorder.samples([1], [0], [torch.ones(2, 2, requires_grad=True)])
+        with pytest.raises(RecordError, match="texts that can be written as UTF-8"):
+            recorder.samples([2], [0], ["\ud800"])
+    assert dualstore.open(tmp_path / "store").info()["samples"] == 2

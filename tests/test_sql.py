@@ -1,6 +1,10 @@
 """Free SQL: what the relations hold, attention that equals a query bit for bit, and errors that say what was wrong."""
 
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 from numpy import ndarray
 
 import dualstore
-from dualstore.errors import QueryError
+from dualstore.errors import DamagedError, QueryError
 from dualstore.scan import Options
 from dualstore.schema import Layer, StoreInfo
 from dualstore.store import Store
@@ -316,3 +320,38 @@ def test_columns_of_the_same_name_are_all_shown(store: Store) -> None:
     assert found.to_polars().row(0) == (1, 2, 3)
     joined = store.sql("SELECT * FROM probes AS p JOIN probes AS q ON p.test_id = q.test_id AND p.layer < q.layer")
     assert len(joined.to_polars()) == len(joined.to_dicts()) == 5
+
+
+@pytest.mark.parametrize("folder", ["patterns", "probes"])
+def test_sql_over_a_damaged_part_is_refused_in_one_line(store: Store, tmp_path: Path, folder: str) -> None:
+    copy = shutil.copytree(store.path, tmp_path / "store")
+    part = next((copy / folder).glob("layer=0/*.parquet"))
+    part.write_bytes(part.read_bytes()[:50])
+    with pytest.raises(DamagedError, match=f"{folder}: .*{part.name}") as caught:
+        dualstore.open(copy).sql("SELECT count(*) FROM steps")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_wrong_with_a_part_is_said_where_attention_meets_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: Any) -> Any:
+        raise DamagedError("part-0.parquet: damaged")
+        yield
+
+    monkeypatch.setattr("dualstore.relations.attention", damaged)
+    with pytest.raises(DamagedError, match=r"^part-0.parquet: damaged$"):
+        store.sql("SELECT sum(alpha) FROM attention", layer=0, x=np.ones(store.layers[0].d_in))
+
+
+def test_a_long_statement_can_be_interrupted(store: Store) -> None:
+    code = "import sys, dualstore; dualstore.open(sys.argv[1]).sql('SELECT count(*) FROM range(100000000000) t(i) WHERE i % 7 = 3')"
+    running = subprocess.Popen([sys.executable, "-c", code, store.path], stderr=subprocess.PIPE, text=True)
+    time.sleep(2)
+    running.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in running.communicate(timeout=60)[1]
+
+
+@pytest.mark.parametrize("value", ["DATE '290000-01-01'", "'infinity'::TIMESTAMP", "TIMESTAMP_NS '2020-01-01 00:00:00.123456789'"])
+def test_times_that_python_does_not_know_are_text(store: Store, value: str) -> None:
+    found = store.sql(f"SELECT {value} AS t")
+    assert isinstance(found.to_dicts()[0]["t"], str)
+    assert repr(found)

@@ -373,3 +373,29 @@ def test_unknown_layers_and_conditions_of_votes_are_refused(store: Store) -> Non
         store.votes(7)
     with pytest.raises(QueryError, match="condition 'colour = 1'"):
         store.votes(where="colour = 1")
+
+
+@pytest.mark.parametrize("by", ['label AS "Total"', 'label AS "COUNT"', 'label, task AS "Label"', "label, label"])
+def test_group_names_that_sql_does_not_tell_apart_are_refused(store: Store, by: str) -> None:
+    with pytest.raises(QueryError, match=r"expression .*: (a group cannot be called|expected groups of different names)"):
+        store.totals(np.ones(6), layer=0, by=by)
+
+
+def test_a_group_named_like_the_column_of_queries_is_refused(store: Store) -> None:
+    with pytest.raises(QueryError, match="expected groups of different names, found query, query"):
+        store.totals(np.ones((2, 6)), layer=0, by='label AS "Query"')
+
+
+@pytest.mark.parametrize("expression", ["random() > 2", "uuid() IS NULL", "label + epoch(now()) < 0"])
+def test_expressions_that_change_from_one_run_of_rows_to_the_next_are_refused(store: Store, expression: str) -> None:
+    for question in ({"by": expression}, {"where": expression}):
+        with pytest.raises(QueryError, match=r"expected the same value whenever it is computed, found \w+\(\)"):
+            store.totals(np.ones(6), layer=0, **question)
+    with pytest.raises(QueryError, match="expected the same value whenever"):
+        store.query(np.ones(6), layer=0, per=expression)
+
+
+def test_constants_and_comments_are_groups_like_others(store: Store) -> None:
+    assert [row["count"] for row in store.totals(np.ones(6), layer=0, by="'all' AS what")] == [400]
+    commented = store.totals(np.ones(6), layer=0, by="label -- the digit").to_dicts()
+    assert commented == store.totals(np.ones(6), layer=0, by="label").to_dicts()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from dualstore.schema import Layer
@@ -61,6 +62,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
         and type(module).forward is nn.Linear.forward
         and not parametrize.is_parametrized(module)
         and isinstance(module._parameters.get("weight"), nn.Parameter)
+        and not isinstance(module.weight, UninitializedParameter)
     )
 
 

@@ -1,7 +1,7 @@
 """Who a row belongs to: the ids, labels and tasks that the training loop names, checked and spread over positions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +22,18 @@ class TaskCodes:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def codes(self, task: str | Sequence[str] | None, size: int, where: str) -> Int32[ndarray, " n"]:
+    def codes(self, task: Any, size: int, where: str) -> Int32[ndarray, " n"]:
         """The code of each of `size` rows; -1 without a task."""
         if task is None or isinstance(task, str):
             return np.full(size, NO_LABEL if task is None else self._code(task), np.int32)
+        if not isinstance(task, Collection):
+            raise RecordError(f"{where}: expected a task name or {size} of them, found {task!r}")
         if len(task) != size:
             raise RecordError(f"{where}: expected one task or {size}, found {len(task)}")
         return np.array([self._code(name) for name in task], np.int32)
 
     def _code(self, name: str) -> int:
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not _is_text(name):
             raise RecordError(f"task: expected a name, found {name!r}")
         if name not in self.names:
             self.names.append(name)
@@ -53,7 +55,7 @@ class Names:
     """`Claim.columns` by shape and first position: layers of one batch mostly share them."""
 
     @classmethod
-    def check(cls, where: str, ids: Any, labels: Any, task: str | Sequence[str] | None, codes: TaskCodes) -> "Names":
+    def check(cls, where: str, ids: Any, labels: Any, task: Any, codes: TaskCodes) -> "Names":
         """Raises RecordError where ids or labels are not whole numbers or their lengths differ."""
         found = whole_numbers(ids, where, "ids")
         if found.ndim != 1:
@@ -122,6 +124,13 @@ class EpochCounter:
         self._seen = np.zeros(1024, bool)
         self.epoch = 0
 
+    def given(self, epoch: Any) -> int:
+        """An epoch that the loop says itself. Raises RecordError where it is no whole number of 32 bits."""
+        whole = isinstance(epoch, int | np.integer) and not isinstance(epoch, bool)
+        if not whole or not -(1 << 31) <= epoch < 1 << 31:
+            raise RecordError(f"batch(): epoch: expected a whole number within 32 bits, found {epoch!r}")
+        return int(epoch)
+
     def see(self, ids: Int64[ndarray, " n"]) -> int:
         """The epoch of a batch."""
         if len(ids) and ids.min() < 0:
@@ -143,6 +152,15 @@ class EpochCounter:
         grown[: len(self._seen)] = self._seen
         self._seen = grown
         return self.see(ids)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written: half of a surrogate pair cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def labels_of(labels: Any, size: int, where: str) -> Int32[ndarray, "n ..."]:

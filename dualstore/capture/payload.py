@@ -32,7 +32,10 @@ def encode_payloads(payloads: Any) -> list[tuple[bytes, str]]:
 def _text(item: Any) -> tuple[bytes, str]:
     if not isinstance(item, str | bytes):
         raise RecordError(f"samples: expected texts or images, found a text and a {type(item).__name__}")
-    return (item, "application/octet-stream") if isinstance(item, bytes) else (item.encode(), "text/plain")
+    try:
+        return (item, "application/octet-stream") if isinstance(item, bytes) else (item.encode(), "text/plain")
+    except UnicodeEncodeError as error:
+        raise RecordError(f"samples: expected texts that can be written as UTF-8, found {item!r:.60}") from error
 
 
 def _image(item: Any) -> NDArray[Any]:

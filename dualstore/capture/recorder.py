@@ -112,6 +112,13 @@ class Recorder:
     ) -> None:
         if dtype not in ("float32", "float64"):
             raise RecordError(f"dtype: expected 'float32' or 'float64', found {dtype!r}")
+        for name, value, kinds in (
+            ("flush_s", flush_s, (int, float)),
+            ("queue_bytes", queue_bytes or 0, int),
+            ("maker", maker, str),
+        ):
+            if not isinstance(value, kinds) or value != value:
+                raise RecordError(f"{name}: expected a {'text' if kinds is str else 'number'}, found {value!r}")
         found = find_layers(model, optimizer)
         if not found.layers:
             raise RecordError("record: expected a model with at least one nn.Linear that the optimiser trains, found none")
@@ -165,7 +172,7 @@ class Recorder:
         """
         self._check_open()
         names = Names.check("batch()", sample_id, label, task, self._tasks)
-        outer, self._batch = self._batch, Batch(names, self._epochs.see(names.ids) if epoch is None else epoch)
+        outer, self._batch = self._batch, Batch(names, self._epochs.see(names.ids) if epoch is None else self._epochs.given(epoch))
         try:
             yield self._batch
         finally:
@@ -201,7 +208,7 @@ class Recorder:
         """Stores what a person wants to see of training samples: images (as PNG) or texts. Call it once a sample."""
         self._check_open()
         names = Names.check("samples()", sample_id, label, task, self._tasks)
-        payloads = encode_payloads(payload.detach().cpu() if isinstance(payload, torch.Tensor) else payload)
+        payloads = encode_payloads(_shown(payload))
         if len(payloads) != len(names.ids):
             raise RecordError(f"samples(): expected {len(names.ids)} payloads, one for each id, found {len(payloads)}")
         columns = [names.ids, names.tasks, names.labels, [data for data, _ in payloads], [mime for _, mime in payloads]]
@@ -544,7 +551,18 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _number(loss: Any) -> float:
-    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+    try:
+        return float("nan") if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RecordError(f"batch.loss: expected one number, found {loss!r}; recording has stopped") from error
+
+
+def _shown(payload: Any) -> Any:
+    """Tensors as numpy sees them."""
+    if isinstance(payload, torch.Tensor):
+        found = payload.detach().cpu()
+        return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+    return [_shown(item) for item in payload] if isinstance(payload, list | tuple) else payload
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -553,10 +571,13 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _new_store(path: Path, info: StoreInfo, initial: dict[str, NDArray[Any]], flush_s: float) -> StoreWriter:
     """The writer of a new store with its initial weights. Leaves nothing behind where that fails."""
-    fresh = not path.exists()
-    if not fresh and (not path.is_dir() or any(path.iterdir())):
-        raise RecordError(f"{path}: expected no folder or an empty one, found other files; choose another path or remove it first")
+    fresh = False
     try:
+        fresh = not path.exists()
+        if not fresh and (not path.is_dir() or any(path.iterdir())):
+            raise RecordError(
+                f"{path}: expected no folder or an empty one, found other files; choose another path or remove it first"
+            )
         path.mkdir(parents=True, exist_ok=True)
         writer = StoreWriter(path, info, flush_s=flush_s)
         try:
