@@ -22,8 +22,9 @@ from dualstore.sketch import build_sketches
 from dualstore.steps import Steps
 from dualstore.summary import describe
 from dualstore.sums import build_sums
-from dualstore.totals import count_votes, sum_groups
+from dualstore.totals import sum_groups
 from dualstore.verify import Verification, verify_store
+from dualstore.votes import count_votes
 from dualstore.weights import read_weights
 
 __all__ = ["Store", "open_store"]

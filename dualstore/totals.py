@@ -1,4 +1,4 @@
-"""Sums of alpha over groups, and the paper's vote: the label with the largest sum."""
+"""Sums of alpha over groups of patterns."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,19 +9,19 @@ from numpy import ndarray
 
 from dualstore.errors import QueryError
 from dualstore.explain import Explain
-from dualstore.kernels import dots64, exact_dots
-from dualstore.probes import ProbeRows, Queries
+from dualstore.kernels import exact_dots
+from dualstore.probes import Queries
 from dualstore.result import Result
 from dualstore.rows import Labelling, Select, Selector
-from dualstore.scan import RUN_ROWS, Piece, block_rows_of, computed, pieces
+from dualstore.scan import RUN_ROWS, pieces
 from dualstore.schema import Layer
-from dualstore.shapes import Bool, Float64, Int32
+from dualstore.shapes import Bool, Float64
 from dualstore.sums import Cells, Rest, read_cells
 
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["attention", "count_votes", "sum_groups"]
+__all__ = ["Wholes", "attention", "sum_groups"]
 
 _OF_CELLS = (("label", "task"), ("epoch", "label", "task"), ("step", "epoch", "label", "task"))
 """Columns that rows of a cell share, or that its steps have; the fewest that a question is written in are used."""
@@ -198,100 +198,3 @@ class _Sums:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
-
-
-def count_votes(store: "Store", layers: Sequence[Layer], *, where: str | None) -> Result:
-    """See `Store.votes`."""
-    found: list[dict[str, Any]] = []
-    for layer in layers:
-        probes = ProbeRows.of(store.probes(layer))
-        probes = probes.select((probes.scalars("label") >= 0) & (probes.scalars("predicted") >= 0))
-        votes = _votes(store, layer, probes, where)
-        labels, predicted = probes.scalars("label"), probes.scalars("predicted")
-        for name, chosen in (("right", predicted == labels), ("wrong", predicted != labels)):
-            shares = [_share(votes[chosen] == truth[chosen]) for truth in (labels, predicted)]
-            counts = {"layer": layer.number, "prediction": name, "probes": int(chosen.sum())}
-            found.append(counts | {"target_accuracy": shares[0], "output_accuracy": shares[1]})
-    kinds = [pa.int32(), pa.string(), pa.int64(), pa.float64(), pa.float64()]
-    names = ["layer", "prediction", "probes", "target_accuracy", "output_accuracy"]
-    schema = pa.schema(list(zip(names, kinds, strict=True)))
-    return Result(pa.Table.from_pylist(found, schema), "votes" + (f" where {where}" if where else ""))
-
-
-def _share(hits: ndarray) -> float | None:
-    return float(hits.mean()) if len(hits) else None
-
-
-def _votes(store: "Store", layer: Layer, probes: ProbeRows, where: str | None) -> Int32[ndarray, " p"]:
-    """The vote of each probe; -1 where no pattern has a label."""
-    each = max(1, store.options.budget_bytes // 4 // (layer.d_in * 8))
-    signed = None if layer.number == 0 else _label_sums(store, layer, where)
-    votes = []
-    for start in range(0, len(probes.row), each):
-        vectors = probes.vectors("x", start, start + each).astype(np.float64)
-        if signed is not None:
-            with np.errstate(over="ignore", invalid="ignore"):
-                labels, totals = signed[0], vectors @ signed[1].T
-        else:
-            labels, totals = _absolute_totals(store, layer, vectors, Selector(store.labelling, where, None))
-        votes.append(labels[totals.argmax(1)] if len(labels) else np.full(len(vectors), -1, np.int32))
-    return np.concatenate([np.zeros(0, np.int32), *votes])
-
-
-def _label_sums(store: "Store", layer: Layer, where: str | None) -> tuple[Int32[ndarray, " l"], Float64[ndarray, "l d"]]:
-    """Labels and the sums of their keys."""
-    from dualstore.database import Database  # DuckDB is slow to start
-
-    sums, rest = _LabelSums(layer.d_in), Rest(Selector(store.labelling, where, None))
-    wholes = Wholes(Database(), store.labelling, where, "label")
-    for cells in read_cells(store.index(layer), layer.d_in) if wholes.possible else ():
-        taken, left = wholes(cells)
-        taken &= cells.finite()
-        rest.leave_out(cells, taken | left)
-        labels = np.unique(cells.label[taken])
-        sums.add(labels, cells.merged(np.where(taken, np.searchsorted(labels, cells.label), -1), len(labels)))
-    for piece in pieces(store.patterns(layer), rest, 4096):
-        labels = piece.mapping.array(piece.group, "label")[piece.local]
-        sums.add(labels, piece.selected_keys(slice(None)).astype(np.float64))
-    return sums.result()
-
-
-def _absolute_totals(store: "Store", layer: Layer, vectors: Float64[ndarray, "p d"], select: Selector) -> tuple[ndarray, ndarray]:
-    """Labels and, for each probe, the sums of |alpha| over their patterns."""
-    sums = _LabelSums(len(vectors))
-    threads = store.options.threads
-    block_rows = block_rows_of(store.options.budget_bytes * 3 // 4, 8 * (layer.d_in + len(vectors)), threads)
-
-    def sizes(piece: Piece) -> Float64[ndarray, "n p"]:
-        alphas = dots64(piece.selected_keys(slice(None)), vectors)
-        np.abs(alphas, out=alphas)
-        return alphas
-
-    for piece, found in computed(pieces(store.patterns(layer), select, block_rows), sizes, threads):
-        sums.add(piece.mapping.array(piece.group, "label")[piece.local], found)
-    labels, totals = sums.result()
-    return labels, totals.T
-
-
-class _LabelSums:
-    """Sums of float64 rows for each label that appears; rows without a label (-1) are left out."""
-
-    def __init__(self, width: int) -> None:
-        self._sums: dict[int, Float64[ndarray, " w"]] = {}
-        self._width = width
-
-    def add(self, labels: Int32[ndarray, " n"], rows: Float64[ndarray, "n w"]) -> None:
-        found = np.unique(labels[labels >= 0])
-        if np.isfinite(rows).all():
-            sums = (labels == found[:, None]).astype(np.float64) @ rows  # (labels, w)
-        else:  # 0 * inf would spoil every label
-            with np.errstate(invalid="ignore"):
-                sums = np.array([rows[labels == label].sum(axis=0) for label in found]).reshape(len(found), self._width)
-        for label, total in zip(found.tolist(), sums, strict=True):
-            self._sums[label] = self._sums[label] + total if label in self._sums else total
-
-    def result(self) -> tuple[Int32[ndarray, " l"], Float64[ndarray, "l w"]]:
-        """Labels, ascending, and their sums."""
-        labels = sorted(self._sums)
-        sums = np.array([self._sums[label] for label in labels]).reshape(len(labels), self._width)
-        return np.array(labels, np.int32), sums

@@ -327,6 +327,37 @@ def test_votes_of_one_layer_are_those_rows_of_the_table(store: Store) -> None:
     assert store.votes("layer1").to_dicts() == whole[2:]
 
 
+@pytest.mark.parametrize("changed", [0, 7, 300], ids=["all again", "some changed", "all changed"])
+@pytest.mark.parametrize("limit", [64, 1 << 28])
+def test_keys_that_come_again_are_counted_for_every_row(tmp_path: Path, changed: int, limit: int) -> None:
+    """As at a first layer, whose inputs are the same in every epoch; or nearly, or not at all; labels may change, too."""
+    rng = np.random.default_rng(changed)
+    rows = make_rows(300, 5, 5, whole=True)
+    rows.sample_id = np.tile(np.arange(60), 5)
+    rows.position = (rows.sample_id % 2).astype(np.int32)
+    rows.label = (rows.sample_id % 3).astype(np.int32)
+    rows.x = np.tile(rows.x[:60], (5, 1))
+    some = rng.permutation(300)[:changed]
+    rows.x[some] += rng.integers(1, 3, (changed, 5))
+    rows.label[rng.permutation(300)[: changed // 2]] = 4
+    probes = make_probes(rows, 25, 6)
+    write_store(tmp_path / "store", [rows], tasks=TASKS, probes=[probes])
+    store = Store(tmp_path / "store", Options(limit * 4 * 64))
+    for where, kept in ((None, rows.step >= 0), ("step > 2", rows.step > 2)):
+        assert store.votes(where=where).to_dicts() == table_of([0], [rows], [probes], lambda rows, kept=kept: kept)
+
+
+def test_votes_that_single_precision_cannot_tell_apart_are_told_by_double(tmp_path: Path) -> None:
+    rows = make_rows(60, 2, 5, whole=True)
+    rows.label = np.tile(np.array([0, 1, 2], np.int32), 20)
+    rows.x[:] = 1e4
+    rows.x[2] += np.float32(2**-10)  # the total of label 2 is larger by less than the rounding of one product
+    probes = {name: values[:4] for name, values in make_probes(rows, 10, 6).items()}
+    probes |= {"label": np.full(4, 2, np.int32), "predicted": np.full(4, 2, np.int32), "x": np.ones((4, 2), np.float32)}
+    write_store(tmp_path / "store", [rows], tasks=TASKS, probes=[probes])
+    assert dualstore.open(tmp_path / "store").votes().to_dicts()[0]["target_accuracy"] == 1.0
+
+
 def test_votes_that_tie_go_to_the_smaller_label(tmp_path: Path) -> None:
     rows = make_rows(60, 2, 5, whole=True)
     rows.x[:] = 1
