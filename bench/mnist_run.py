@@ -36,6 +36,10 @@ def main() -> None:
         print(f"{info['rows']:,} rows, {info['bytes'] / 1e9:.2f} GB")
         assert info["rows"] == 3 * 640_000
         start = time.perf_counter()
+        store.build_index()
+        size = sum(path.stat().st_size for path in (path / "index").rglob("*.arrow"))
+        print(f"index built, or found, in {time.perf_counter() - start:.1f} s; {size / 1e6:.0f} MB")
+        start = time.perf_counter()
         votes = {(row["layer"], row["prediction"]): row for row in store.votes()}
         print(
             f"votes of {votes[0, 'right']['probes'] + votes[0, 'wrong']['probes']:,} probes in {time.perf_counter() - start:.0f} s"

@@ -26,7 +26,7 @@ class Loop:
         self.data = data
         self.model = nn.Sequential(nn.Linear(784, 800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=3e-3, momentum=0.9)
-        self.recorder = None if path is None else dualstore.record(self.model, self.optimizer, path)
+        self.recorder = None if path is None else dualstore.record(self.model, self.optimizer, path, index=False)
         self.losses: list[float] = []
 
     def step(self, chosen: torch.Tensor) -> None:

@@ -12,14 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
+from numpy.typing import NDArray
 
 from dualstore.errors import DamagedError, DualstoreWarning, StoreError
 from dualstore.log import Log, Part
 from dualstore.writer import write_whole
 
-__all__ = ["LayerIndex", "fingerprint"]
+__all__ = ["LayerIndex", "fingerprint", "values"]
 
 _FORMAT = 1
 _NOTE = "dualstore"
@@ -54,7 +56,7 @@ class LayerIndex:
             writer.write_table(table)
         path = self._path(part, kind)
         try:
-            write_whole(path, sink.getvalue().to_pybytes())
+            write_whole(path, memoryview(sink.getvalue()))
         except OSError as error:
             raise StoreError(f"{path}: cannot be written: {error.strerror}; everything works without it, slower") from error
         self._tables.pop((part.path, kind), None)
@@ -79,11 +81,12 @@ class LayerIndex:
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
             extra = dict(table.schema.metadata or {})
+            table.validate()
             note = json.loads(extra.pop(_NOTE.encode()))
             table = table.replace_schema_metadata(extra)
             expected = {"format": _FORMAT, "kind": kind, "part": self._fingerprint(part), "crc": _checksum(table)}
             wrong = [name for name, value in expected.items() if note[name] != value]
-            if not table.schema.equals(schema) or _has_nulls(table):
+            if not table.schema.equals(schema) or not _is_whole(table):
                 wrong.append("columns")
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError) as error:
             self._warn(path, f"unreadable ({(str(error).splitlines() or [repr(error)])[0]})")
@@ -108,6 +111,16 @@ class LayerIndex:
         self._warned = True
 
 
+def values(table: pa.Table, name: str) -> NDArray[Any]:
+    """A column of an index table as numpy sees it, (rows,) or (rows, width): a view of the mapped file."""
+    column = table.column(name)
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if not pa.types.is_fixed_size_list(array.type):
+        return np.asarray(array.to_numpy(zero_copy_only=True))
+    width = array.type.list_size
+    return np.asarray(array.values.to_numpy(zero_copy_only=True)).reshape(-1, width)
+
+
 def fingerprint(part: Part) -> str:
     """Tells a part from every other of its name: changes with its layout and with the checksums of its pages.
 
@@ -130,9 +143,13 @@ def fingerprint(part: Part) -> str:
     return f"{state.st_size}-{crc:08x}{changed}"
 
 
-def _has_nulls(table: pa.Table) -> bool:
-    lists = [column for column in table.columns if pa.types.is_fixed_size_list(column.type)]
-    return any(column.null_count for column in [*table.columns, *(chunk.values for column in lists for chunk in column.chunks)])
+def _is_whole(table: pa.Table) -> bool:
+    """Whether the columns are single arrays of full length without nulls."""
+    arrays = [chunk for column in table.columns for chunk in column.chunks]
+    lists = [array for array in arrays if pa.types.is_fixed_size_list(array.type)]
+    full = all(len(array) == table.num_rows for array in arrays)
+    full &= all(array.offset == 0 and len(array.values) == len(array) * array.type.list_size for array in lists)
+    return full and not any(array.null_count for array in [*arrays, *(array.values for array in lists)])
 
 
 def _checksum(table: pa.Table) -> int:

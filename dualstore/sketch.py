@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
-from dualstore.index import LayerIndex
+from dualstore.index import LayerIndex, values
 from dualstore.kernels import error_bound
 from dualstore.log import Group, Log, Part
 from dualstore.scan import RUN_ROWS
@@ -33,8 +33,10 @@ KIND = "sketch"
 _KEY_VALUES = 25
 """Values of a key for each of its coordinates: a sketch takes 4 % of the keys and three numbers a row."""
 _MOST_COORDINATES = 64
-_SAMPLE_ROWS = 1024
-_TILE_ROWS = 256
+_SAMPLE_ROWS = 512
+_TILE_ROWS = 1024
+_COLUMNS = 256
+"""Columns whose products are added up in single precision."""
 _LEAST_NORM, _LEAST_SLACK = 2.0**-96, 1e-6
 """Their product is more than what single precision loses of a bound by underflow."""
 _WORSE = 1.15
@@ -139,10 +141,10 @@ class Asked:
         return bound
 
 
-def build_sketches(index: LayerIndex, width: int, progress: Callable[[int], None] = lambda rows: None) -> None:
+def build_sketches(index: LayerIndex, width: int, progress: Callable[[int], None] = lambda rows: None, threads: int = 1) -> None:
     """Writes the sketch of every run of row groups that has none that fits; of mapped parts only.
 
-    Memory: the sketch of one run, a twentieth of its keys, and a few hundred keys in float64.
+    Memory: twice the sketch of one run, which is a twentieth of its keys.
     """
     index.remove_others(KIND, {name for _, name, _ in _runs(index.log)})
     basis: ndarray | None = None
@@ -176,8 +178,7 @@ def read_sketches(index: LayerIndex, width: int) -> list[Sketch]:
 def _of_table(table: pa.Table, first: int, width: int) -> Sketch:
     extra = table.schema.metadata
     note = json.loads(extra[b"note"])
-    row, norm = (table.column(name).to_numpy() for name in ("row", "norm"))
-    code = table.column("code").combine_chunks().flatten().to_numpy().reshape(len(row), -1)
+    row, norm, code = (values(table, name) for name in ("row", "norm", "code"))
     basis = np.frombuffer(extra[b"basis"], np.float32).reshape(-1, width)
     return Sketch(first, row, norm, code, basis, note["delta"], note["longest"])
 
@@ -193,40 +194,53 @@ def _runs(log: Log) -> Iterator[tuple[Part, str, list[Group]]]:
 
 def _sketch(arrays: Sequence[ndarray], basis: Float32[ndarray, "p d"]) -> tuple[pa.Table, dict[str, bytes]]:
     """The sketch of the keys of a run: its table and what goes with it."""
-    rows, width = sum(map(len, arrays)), basis.shape[1]
-    norm, rest, defect = np.empty(rows), np.empty(rows), np.empty(rows)
-    table = np.empty((rows, len(basis) + 2), np.float32)
-    code = table[:, :-2]
-    wide = np.ascontiguousarray(basis.T.astype(np.float64))
-    gram = wide.T @ wide
-    at = 0
+    blocks = [keys[start : start + _TILE_ROWS] for keys in arrays for start in range(0, len(keys), _TILE_ROWS)]
+    measured = [_measure(keys, basis) for keys in blocks]
+    table, norm, delta, longest = (np.concatenate(found) for found in zip(*measured, strict=True))
+    order = np.argsort(-norm, kind="stable").astype(np.int32)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(table[order].reshape(-1)), type=schema(basis.shape[1]).field("code").type)
+    note = json.dumps({"delta": float(delta.max()), "longest": float(longest.max())}).encode()
+    found = pa.table([pa.array(order), pa.array(norm[order]), vectors], schema=schema(basis.shape[1]))
+    return found, {"basis": basis.tobytes(), "note": note}
+
+
+def _measure(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+    """(c, rho, |x|) of some keys, their norms, and (1,) delta and |c| / |x|; all but c at least what they stand for."""
+    width, count = keys.shape[1], len(basis)
+    unit = np.finfo(keys.dtype)
+    gram = basis.astype(np.float64) @ basis.T.astype(np.float64)
+    # By how much `inside` may be off, relative to |x|: |V| in the norm of Frobenius is the root of p, nearly.
+    off = error_bound(min(width, _COLUMNS), keys.dtype) * np.sqrt(count) * 1.01 + error_bound(width, np.float64)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        for keys in arrays:
-            for start in range(0, len(keys), _TILE_ROWS):
-                x = keys[start : start + _TILE_ROWS].astype(np.float64)
-                mine = slice(at, at + len(x))
-                inside = x @ wide
-                code[mine] = inside
-                kept = code[mine].astype(np.float64)
-                square, image = np.vecdot(x, x), kept @ gram
-                left = square - 2 * np.vecdot(inside, kept) + np.vecdot(kept, image)
-                norm[mine] = np.sqrt(square)
-                rest[mine] = np.sqrt(np.maximum(left, 0) + 8 * error_bound(width + 8, np.float64) * square)
-                defect[mine] = np.sqrt(np.vecdot(inside - image, inside - image))
-                at += len(x)
-        norm = np.maximum(norm, _LEAST_NORM) * (1 + 1e-6)  # single precision rounds by less
-        rest = np.minimum(rest, norm) * (1 + 1e-6)
-        size = np.sqrt(np.einsum("np,np->n", code, code, dtype=np.float64))
-        good = np.isfinite(norm.astype(np.float32)) & np.isfinite(rest) & np.isfinite(size) & np.isfinite(defect)
+        square = np.vecdot(keys, keys).astype(np.float64) * (1 + 2 * error_bound(width, keys.dtype)) + width * 4.0 * unit.tiny
+        norm = np.maximum(np.sqrt(square), _LEAST_NORM)
+        inside = _inside(keys, basis)
+        table = np.empty((len(keys), count + 2), np.float32)
+        code = table[:, :-2]
+        code[:] = inside
+        kept = code.astype(np.float64)
+        image, size = kept @ gram, np.sqrt(np.vecdot(kept, kept))
+        left = square - 2 * np.vecdot(inside, kept) + np.vecdot(kept, image) + 2 * off * norm * size
+        rest = np.sqrt(np.maximum(left, 0) + 1e-12 * square)
+        defect = np.sqrt(np.vecdot(inside - image, inside - image))
+        norm = (norm * (1 + 1e-6)).astype(np.float32)  # single precision rounds by less
+        rest = np.minimum(rest * (1 + 1e-6), norm).astype(np.float32)
+        good = np.isfinite(norm) & np.isfinite(rest) & np.isfinite(size) & np.isfinite(defect)
         norm[~good], rest[~good], code[~good] = np.inf, np.inf, 0
         table[:, -2], table[:, -1] = rest, norm
-        delta = float((defect[good] / norm[good]).max(initial=0.0)) * (1 + 1e-6) + error_bound(width + 8, np.float64)
+        delta = float((defect[good] / norm[good]).max(initial=0.0)) * (1 + 1e-6) + off
         longest = float((size[good] / norm[good]).max(initial=0.0)) * (1 + 1e-6)
-    order = np.argsort(-norm, kind="stable").astype(np.int32)
-    vectors = pa.FixedSizeListArray.from_arrays(pa.array(table[order].reshape(-1)), type=schema(width).field("code").type)
-    note = json.dumps({"delta": delta, "longest": longest}).encode()
-    found = pa.table([pa.array(order), pa.array(table[order, -1]), vectors], schema=schema(width))
-    return found, {"basis": basis.tobytes(), "note": note}
+    return table, norm, np.array([delta]), np.array([longest])
+
+
+def _inside(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> Float64[ndarray, "n p"]:
+    """V^T x, in the keys' precision for some columns at a time, whose sums are added in double."""
+    rows, width = keys.shape
+    total = np.zeros((rows, len(basis)))
+    for start in range(0, width, _COLUMNS):
+        columns = np.ascontiguousarray(basis[:, start : start + _COLUMNS].T.astype(keys.dtype))
+        total += keys[:, start : start + _COLUMNS] @ columns
+    return total
 
 
 def _sample(arrays: Sequence[ndarray]) -> Float64[ndarray, "s d"]:
@@ -247,7 +261,7 @@ def _basis(keys: Float64[ndarray, "s d"], count: int, before: Float32[ndarray, "
     found = np.linalg.qr(np.random.default_rng(0).standard_normal((width, min(width, count + 8))))[0]
     size = np.abs(keys).max(initial=0.0)
     keys = keys / size if size > 0 else keys
-    for _ in range(3):
+    for _ in range(2):
         found = np.linalg.qr(keys.T @ (keys @ found))[0]
     small = keys @ found
     turned = np.linalg.eigh(small.T @ small)[1][:, ::-1]

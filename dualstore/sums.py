@@ -8,13 +8,13 @@ takes or leaves as a whole; the rows of the others are scanned.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
-from dualstore.index import LayerIndex
+from dualstore.index import LayerIndex, values
 from dualstore.log import Group, Mapping, Part
 from dualstore.rows import Select, Selection
 from dualstore.shapes import Bool, Float, Float64, Int32, Int64
@@ -106,26 +106,25 @@ def build_sums(index: LayerIndex, steps: Steps, width: int, progress: Callable[[
 
 def _sum_up(part: Part, first: int, groups: Sequence[Group], steps: Steps, width: int) -> pa.Table:
     """The cells of a part whose first row has the number `first`."""
-    found: dict[str, list[int]] = {name: [] for name in _SCALARS}
-    sums: list[ndarray] = []
-    mapping = part.mapping
-    for group in groups:
-        scalars = {name: mapping.array(group, name) for name in ("step", "task", "label")}
-        for offset, block in mapping.blocks(group, ["x"], BUCKET_ROWS):
-            step, task, label = (scalars[name][offset : offset + len(block["x"])] for name in ("step", "task", "label"))
-            start = group.first - first + offset
-            cuts = np.flatnonzero(np.diff(steps.epoch_of(step))) + 1
-            for low, high in pairwise([0, *cuts.tolist(), len(step)]):
-                bucket = {"first": start + low, "end": start + high}
-                bucket |= {"step_first": int(step[low:high].min()), "step_last": int(step[low:high].max())}
-                for cell, total in _cells_of(block["x"][low:high], task[low:high], label[low:high]):
-                    for name, value in (bucket | cell).items():
-                        found[name].append(value)
-                    sums.append(total)
-    columns = [pa.array(values, _SCALARS[name]) for name, values in found.items()]
-    values = pa.array(np.concatenate([np.zeros(0), *sums]))
-    vectors = pa.FixedSizeListArray.from_arrays(values, type=schema(width).field("sum").type)
+    found = list(chain.from_iterable(_cells_of_group(group, group.first - first, steps) for group in groups))
+    columns = [pa.array([scalars[name] for scalars, _ in found], kind) for name, kind in _SCALARS.items()]
+    flat = pa.array(np.concatenate([np.zeros(0), *(total for _, total in found)]))
+    vectors = pa.FixedSizeListArray.from_arrays(flat, type=schema(width).field("sum").type)
     return pa.table([*columns, vectors], schema=schema(width))
+
+
+def _cells_of_group(group: Group, place: int, steps: Steps) -> Iterator[tuple[dict[str, int], ndarray]]:
+    """Scalars and sum of the cells of a row group, whose first row is at `place` in its part."""
+    mapping = group.part.mapping
+    scalars = {name: mapping.array(group, name) for name in ("step", "task", "label")}
+    for offset, block in mapping.blocks(group, ["x"], BUCKET_ROWS):
+        step, task, label = (scalars[name][offset : offset + len(block["x"])] for name in ("step", "task", "label"))
+        cuts = np.flatnonzero(np.diff(steps.epoch_of(step))) + 1
+        for low, high in pairwise([0, *cuts.tolist(), len(step)]):
+            bucket = {"first": place + offset + low, "end": place + offset + high}
+            bucket |= {"step_first": int(step[low:high].min()), "step_last": int(step[low:high].max())}
+            for cell, total in _cells_of(block["x"][low:high], task[low:high], label[low:high]):
+                yield bucket | cell, total
 
 
 def _cells_of(keys: ndarray, task: Int32[ndarray, " n"], label: Int32[ndarray, " n"]) -> Iterator[tuple[dict[str, int], ndarray]]:
@@ -166,16 +165,10 @@ def read_cells(index: LayerIndex, width: int) -> Iterator[Cells]:
 
 
 def _joined(found: Sequence[tuple[int, pa.Table]]) -> Cells:
-    arrays = {name: np.concatenate([table.column(name).to_numpy() for _, table in found]) for name in _SCALARS}
+    arrays = {name: np.concatenate([values(table, name) for _, table in found]) for name in _SCALARS}
     shift = np.repeat([first for first, _ in found], [table.num_rows for _, table in found])
     arrays |= {name: arrays[name] + shift for name in ("first", "end")}
-    return Cells(**arrays, sums=tuple(_vectors(table) for _, table in found))
-
-
-def _vectors(table: pa.Table) -> Float64[ndarray, "c d"]:
-    column = table.column("sum").combine_chunks()
-    values: ndarray = column.flatten().to_numpy()
-    return values.reshape(len(column), column.type.list_size)
+    return Cells(**arrays, sums=tuple(values(table, "sum") for _, table in found))
 
 
 class Rest:
