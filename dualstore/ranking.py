@@ -27,9 +27,10 @@ def rank_patterns(
     if isinstance(top, bool) or not isinstance(top, int | np.integer) or top < 1:
         raise QueryError(f"top: expected a whole number of at least 1, found {top!r}")
     select = Selector(store.labelling, where, per)
-    log = store.patterns(layer)
+    index = store.index(layer)
+    log = index.log
     explain = Explain(layer.d_in * queries.vectors.itemsize, log.rows)
-    sketches = [] if per is not None else list(read_sketches(store.index(layer), layer.d_in))
+    sketches = [] if per is not None else list(read_sketches(index, layer.d_in))
     ranking = top_k(
         log, queries.vectors, int(top), select, largest=not bottom, options=store.options, sketches=sketches, explain=explain
     )
