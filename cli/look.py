@@ -42,13 +42,12 @@ def verify(store: Path, probes: int, memory_mb: int, threads: int, output: str) 
 
 @click.command()
 @store_option
-@budget_options
-def index(store: Path, memory_mb: int, threads: int) -> None:
-    """Build the index, or what is missing of it: totals and votes then cost no scan.
+def index(store: Path) -> None:
+    """Build the index, or what is missing of it: query, totals and votes then read hardly anything of the log.
 
-    A few per cent of the keys' size, below index/ in the store; it may be deleted at any time. Recording builds it at the end.
+    About 5 % of the keys' size, below index/ in the store; it may be deleted at any time. Recording builds it at its end.
     """
-    opened = open_from(store, memory_mb, threads)
+    opened = open_from(store)
     with progress_bar("indexing") as progress:
         opened.build_index(progress)
 

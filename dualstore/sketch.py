@@ -31,7 +31,7 @@ __all__ = ["Asked", "Projected", "Sketch", "build_sketches", "read_sketches"]
 
 KIND = "sketch"
 _KEY_VALUES = 25
-"""Values of a key for each of its coordinates: a sketch takes 4 % of the keys and three numbers a row."""
+"""Values of a key for each of its coordinates: a sketch takes 4 % of the keys and four numbers a row."""
 _MOST_COORDINATES = 64
 _SAMPLE_ROWS = 512
 _TILE_ROWS = 1024
@@ -117,8 +117,8 @@ class Asked:
     def of(cls, sketch: Sketch, queries: Projected) -> "Asked":
         """The queries put to a sketch of their basis."""
         width, count = sketch.basis.shape[1], sketch.code.shape[1]
-        # The product's own rounding, and that of alpha; |c| and |x - V c| are at most (longest + 2) |x| together.
-        rounding = (sketch.longest + 2) * error_bound(count + 8, np.float32) + error_bound(width, np.float64)
+        # The product's own rounding, and that of alpha; its terms are |c|, |x - V c| <= |x| + |c|, and a little of |x|.
+        rounding = (2 * sketch.longest + 2) * error_bound(count + 8, np.float32) + error_bound(width, np.float64)
         slack = (queries.size * sketch.delta + queries.norm * rounding) * (1 + 1e-6)
         slack = np.maximum(slack, _LEAST_SLACK)
         return cls(sketch, np.column_stack([queries.inside, queries.outside, slack]).astype(np.float32))
@@ -142,7 +142,7 @@ class Asked:
         return bound
 
 
-def build_sketches(index: LayerIndex, width: int, progress: Callable[[int], None] = lambda rows: None, threads: int = 1) -> None:
+def build_sketches(index: LayerIndex, width: int, progress: Callable[[int], None] = lambda rows: None) -> None:
     """Writes the sketch of every run of row groups that has none that fits; of mapped parts only.
 
     Memory: twice the sketch of one run, which is a twentieth of its keys.
@@ -225,7 +225,7 @@ def _measure(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> tup
         rest = np.sqrt(np.maximum(left, 0) + 1e-12 * square)
         defect = np.sqrt(np.vecdot(inside - image, inside - image))
         norm = (norm * (1 + 1e-6)).astype(np.float32)  # single precision rounds by less
-        rest = np.minimum(rest * (1 + 1e-6), norm).astype(np.float32)
+        rest = (rest * (1 + 1e-6)).astype(np.float32)
         good = np.isfinite(norm) & np.isfinite(rest) & np.isfinite(size) & np.isfinite(defect)
         norm[~good], rest[~good], code[~good] = np.inf, np.inf, 0
         table[:, -2], table[:, -1] = rest, norm
