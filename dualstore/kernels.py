@@ -1,4 +1,4 @@
-"""Dot products: the exact one that defines alpha, fast ones with a bound of their error, and double precision ones.
+"""Dot products: the exact one that defines alpha, and fast ones with a bound of their error.
 
 `exact_dots` multiplies in float64 and adds by halving, an order that depends on the vectors' length alone. Every
 operation is one IEEE float64 operation, so the bits of alpha are the same for any block, thread count and machine.
@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from dualstore.shapes import Float, Float64
 
-__all__ = ["dots", "dots64", "error_bound", "exact_dots"]
+__all__ = ["dots", "error_bound", "exact_dots"]
 
 _EXACT_ROWS = 128
 """Rows that `exact_dots` works on at once: 128 x 800 float64 stay in the second-level cache."""
@@ -81,14 +81,3 @@ def _tile_rows(width: int, queries: int) -> int:
     # and without packing the keys first: twice as fast for 16 queries (bench/scan_speed.py).
     rows = _SMALL_VECTOR_PRODUCT // max(1, width) if queries == 1 else _SMALL_PRODUCT // max(1, width * queries)
     return 1 << rows.bit_length() - 1 if rows >= 8 else _PANEL_ROWS
-
-
-def dots64(keys: Float[ndarray, "n d"], queries: Float64[ndarray, "m d"]) -> Float64[ndarray, "n m"]:
-    """All products in float64: equal to `exact_dots` up to the order of summation."""
-    out = np.empty((len(keys), len(queries)))
-    columns = np.ascontiguousarray(queries.T)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(keys), _EXACT_ROWS):
-            piece = slice(start, start + _EXACT_ROWS)
-            np.matmul(keys[piece].astype(np.float64), columns, out=out[piece])
-    return out

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy import ndarray
 
-from dualstore.kernels import dots, dots64, error_bound, exact_dots
+from dualstore.kernels import dots, error_bound, exact_dots
 from tests import reference
 
 WIDTHS = [1, 2, 3, 8, 31, 100, 784, 3000]
@@ -167,7 +167,6 @@ def test_products_of_whole_numbers_are_exact_for_every_shape(rows: int, count: i
     keys, queries = rng.integers(-9, 10, (rows, width)), rng.integers(-9, 10, (count, width))
     expected = keys @ queries.T
     np.testing.assert_array_equal(dots(keys.astype(dtype), queries.astype(dtype)), expected)
-    np.testing.assert_array_equal(dots64(keys.astype(dtype), queries.astype(np.float64)), expected)
 
 
 def test_fast_products_cover_every_row_of_large_batches() -> None:
@@ -180,7 +179,6 @@ def test_fast_products_cover_every_row_of_large_batches() -> None:
 def test_fast_products_of_empty_vectors_are_zero() -> None:
     for count in (1, 3):
         assert dots(np.zeros((5, 0), np.float32), np.zeros((count, 0), np.float32)).tolist() == [[0.0] * count] * 5
-        assert dots64(np.zeros((5, 0), np.float32), np.zeros((count, 0))).tolist() == [[0.0] * count] * 5
 
 
 def test_fast_products_of_unbounded_keys_do_not_warn() -> None:
@@ -188,15 +186,3 @@ def test_fast_products_of_unbounded_keys_do_not_warn() -> None:
     for count in (1, 4):
         queries = np.full((count, 2), 3e38, np.float32)
         assert not np.isfinite(dots(keys, queries)).any()
-        assert np.isfinite(dots64(keys, queries.astype(np.float64))).reshape(-1, 3, count)[:, 0].all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_double_precision_products_equal_alpha_up_to_the_order_of_summation(kind: str, width: int, dtype: str) -> None:
-    keys, query = vectors(kind, 5, width, dtype, 11), query_like(kind, width, dtype, 11)
-    expected, allowed = reference.alphas(keys, query), error_bound(width, np.float64) * magnitudes(keys, query)
-    found = dots64(np.tile(keys, (60, 1)), np.stack([query, -query]).astype(np.float64))
-    for column in (found[:, 0], -found[:, 1]):
-        assert (np.abs(column.reshape(60, 5) - expected) <= allowed + width * 2.0**-1022).all()
