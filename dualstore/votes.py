@@ -93,8 +93,11 @@ class _Magnitudes:
         self._chunks = [slice(start, start + each) for start in range(0, len(vectors), each)]
         self._size = np.linalg.norm(vectors.astype(np.float64), axis=1)
         self._bound = error_bound(vectors.shape[1] + _BLOCK_ROWS + 4, vectors.dtype)
+        self._tiny = vectors.shape[1] * float(np.finfo(vectors.dtype).tiny)
+        """What a product may lose by underflow."""
         self._totals: dict[int, Float64[ndarray, " p"]] = {}
         self._norms: dict[int, float] = {}
+        self._rows = 0
 
     def add(self, labels: Int32[ndarray, " n"], keys: Float[ndarray, "n d"], counts: Int64[ndarray, " n"]) -> None:
         """Adds keys that stand for `counts` rows each."""
@@ -112,6 +115,7 @@ class _Magnitudes:
                 totals[some] += counts.astype(sizes.dtype) @ sizes
             norm = float(counts @ np.linalg.norm(keys.astype(np.float64), axis=1))
         self._norms[label] = self._norms.get(label, 0.0) + norm
+        self._rows += int(counts.sum())
 
     def votes(self) -> tuple[Int32[ndarray, " p"], Bool[ndarray, " p"]]:
         """The label with the largest total for each probe, -1 where there is none; and whether rounding cannot change it."""
@@ -121,7 +125,7 @@ class _Magnitudes:
         totals = np.array([self._totals[label] for label in labels.tolist()])
         best = totals.argmax(axis=0)
         with np.errstate(over="ignore", invalid="ignore"):
-            error = 2 * self._bound * max(self._norms.values()) * self._size
+            error = 2 * self._bound * max(self._norms.values()) * self._size + 2 * self._tiny * self._rows
             others = np.where(np.arange(len(labels))[:, None] == best, -np.inf, totals)
             sure = np.isfinite(totals).all(axis=0) & (totals.max(axis=0) - others.max(axis=0) > error)
         return labels[best], sure

@@ -358,6 +358,17 @@ def test_votes_that_single_precision_cannot_tell_apart_are_told_by_double(tmp_pa
     assert dualstore.open(tmp_path / "store").votes().to_dicts()[0]["target_accuracy"] == 1.0
 
 
+def test_votes_of_products_too_small_for_single_precision_are_right(tmp_path: Path) -> None:
+    rows = make_rows(60, 2, 5, whole=True)
+    rows.label = np.tile(np.array([0, 1, 2], np.int32), 20)
+    rows.x = np.where(rows.label[:, None] == 1, np.float32([1.5e-20, 0]), np.float32([1e-20, 1e-20]))
+    probes = {name: values[:4] for name, values in make_probes(rows, 10, 6).items()}
+    probes |= {"label": np.full(4, 0, np.int32), "predicted": np.full(4, 0, np.int32)}
+    probes["x"] = np.full((4, 2), 1.1e-18, np.float32)  # 1.65e-38 is a normal number, twice 1.1e-38 two denormal ones
+    write_store(tmp_path / "store", [rows], tasks=TASKS, probes=[probes])
+    assert dualstore.open(tmp_path / "store").votes().to_dicts()[0]["target_accuracy"] == 1.0
+
+
 def test_votes_that_tie_go_to_the_smaller_label(tmp_path: Path) -> None:
     rows = make_rows(60, 2, 5, whole=True)
     rows.x[:] = 1
