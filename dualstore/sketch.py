@@ -31,7 +31,7 @@ __all__ = ["Asked", "Projected", "Sketch", "build_sketches", "read_sketches"]
 
 KIND = "sketch"
 _KEY_VALUES = 25
-"""Values of a key for each of its coordinates: a sketch takes 4 % of the keys and four numbers a row."""
+"""Values of a key for each of its coordinates: a sketch takes 4 % of the keys and three numbers a row."""
 _MOST_COORDINATES = 64
 _SAMPLE_ROWS = 512
 _TILE_ROWS = 1024
@@ -51,7 +51,7 @@ def coordinates(width: int) -> int:
 def schema(width: int) -> pa.Schema:
     """Columns of the file of one run of row groups; `row` counts from its first row."""
     vector = pa.list_(pa.field("element", pa.float32(), nullable=False), coordinates(width) + 2)
-    fields = {"row": pa.int32(), "norm": pa.float32(), "code": vector}
+    fields = {"row": pa.int32(), "code": vector}
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields.items()])
 
 
@@ -62,14 +62,17 @@ class Sketch:
     first: int
     """Number of the run's first row in the log."""
     row: Int32[ndarray, " n"]
-    norm: Float32[ndarray, " n"]
-    """At least |x|, and never quite 0."""
     code: Float32[ndarray, "n p+2"]
-    """c; at least |x - V c|; norm."""
+    """c; at least |x - V c|; at least |x|, and never quite 0."""
     basis: Float32[ndarray, "p d"]
     delta: float
     longest: float
     """At least |c| / |x|."""
+
+    @property
+    def norm(self) -> Float32[ndarray, " n"]:
+        """At least |x| of each row."""
+        return self.code[:, -1]
 
     @property
     def row_bytes(self) -> int:
@@ -179,9 +182,9 @@ def read_sketches(index: LayerIndex, width: int) -> list[Sketch]:
 def _of_table(table: pa.Table, first: int, width: int) -> Sketch:
     extra = table.schema.metadata
     note = json.loads(extra[b"note"])
-    row, norm, code = (values(table, name) for name in ("row", "norm", "code"))
+    row, code = values(table, "row"), values(table, "code")
     basis = np.frombuffer(extra[b"basis"], np.float32).reshape(-1, width)
-    return Sketch(first, row, norm, code, basis, note["delta"], note["longest"])
+    return Sketch(first, row, code, basis, note["delta"], note["longest"])
 
 
 def _runs(log: Log) -> Iterator[tuple[Part, str, list[Group]]]:
@@ -197,16 +200,16 @@ def _sketch(arrays: Sequence[ndarray], basis: Float32[ndarray, "p d"]) -> tuple[
     """The sketch of the keys of a run: its table and what goes with it."""
     blocks = [keys[start : start + _TILE_ROWS] for keys in arrays for start in range(0, len(keys), _TILE_ROWS)]
     measured = [_measure(keys, basis) for keys in blocks]
-    table, norm, delta, longest = (np.concatenate(found) for found in zip(*measured, strict=True))
-    order = np.argsort(-norm, kind="stable").astype(np.int32)
+    table, delta, longest = (np.concatenate(found) for found in zip(*measured, strict=True))
+    order = np.argsort(-table[:, -1], kind="stable").astype(np.int32)
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(table[order].reshape(-1)), type=schema(basis.shape[1]).field("code").type)
     note = json.dumps({"delta": float(delta.max()), "longest": float(longest.max())}).encode()
-    found = pa.table([pa.array(order), pa.array(norm[order]), vectors], schema=schema(basis.shape[1]))
+    found = pa.table([pa.array(order), vectors], schema=schema(basis.shape[1]))
     return found, {"basis": basis.tobytes(), "note": note}
 
 
-def _measure(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> tuple[ndarray, ndarray, ndarray, ndarray]:
-    """(c, rho, |x|) of some keys, their norms, and (1,) delta and |c| / |x|; all but c at least what they stand for."""
+def _measure(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> tuple[ndarray, ndarray, ndarray]:
+    """(c, rho, |x|) of some keys, and (1,) delta and |c| / |x|; all but c at least what they stand for."""
     width, count = keys.shape[1], len(basis)
     unit = np.finfo(keys.dtype)
     gram = basis.astype(np.float64) @ basis.T.astype(np.float64)
@@ -231,7 +234,7 @@ def _measure(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> tup
         table[:, -2], table[:, -1] = rest, norm
         delta = float((defect[good] / norm[good]).max(initial=0.0)) * (1 + 1e-6) + off
         longest = float((size[good] / norm[good]).max(initial=0.0)) * (1 + 1e-6)
-    return table, norm, np.array([delta]), np.array([longest])
+    return table, np.array([delta]), np.array([longest])
 
 
 def _inside(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> Float64[ndarray, "n p"]:

@@ -130,15 +130,15 @@ class _Search:
         bases = {id(sketch.basis): sketch.basis for sketch in sketches}
         projected = {key: Projected.of(best.scaled, basis) for key, basis in bases.items()}
         self._asked = [Asked.of(sketch, projected[id(sketch.basis)]) for sketch in sketches]
+        self._largest = max(sketch.largest for sketch in sketches)
         self._rows = sum(len(sketch.row) for sketch in sketches)
         self._seen: Int64[ndarray, " p"] = np.zeros(0, np.int64)
-        """Pairs whose alpha was taken, or whose row the condition leaves out; as `_pair` numbers them."""
+        """Pairs whose alpha was taken, or whose row the condition leaves out: query times rows of the log, plus row."""
         self._budget = max(_FEW_ROWS, self._rows // _GATHER_COST) * len(best.scaled)
         """Pairs that may be taken one by one before a scan costs less."""
 
     def run(self) -> bool:
         """Whether `best` now holds the best rows of the sketches, too; if not, only a scan tells."""
-        self._largest = max(asked.sketch.largest for asked in self._asked)
         if self._best.may_overflow(self._largest):
             return False
         with self._explain.phase("search"):
