@@ -15,8 +15,8 @@ __all__ = ["PAGE", "Run", "Spool", "write_all"]
 
 PAGE = 4096
 MAX_BUFFER_BYTES = 4 << 20
-_SPARE = 3
-"""Buffers beyond one for each run: those that are being written."""
+_SPARE = 6
+"""Buffers beyond one for each run: those that are being written. Layers of one size fill theirs at the same time."""
 
 
 class Spool:
@@ -33,7 +33,8 @@ class Spool:
         self.error: OSError | None = None
         self._left = count
         self._on_full = on_full
-        self._free: deque[mmap.mmap] = deque()
+        self._free: list[mmap.mmap] = []
+        """The last one given back is taken first: the caches still hold it."""
         self._jobs: deque[tuple[Run, mmap.mmap, int] | None] = deque()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="dualstore-spool", daemon=True)
@@ -49,11 +50,11 @@ class Spool:
     def take(self) -> mmap.mmap:
         """A buffer; waits until one is free."""
         with self._changed:
-            if not self._free and self._left:
+            if self._left and not self._free:
                 self._left -= 1
                 return mmap.mmap(-1, self.buffer_bytes)
             self._changed.wait_for(lambda: self._free)
-            return self._free.popleft()
+            return self._free.pop()
 
     def give(self, buffer: mmap.mmap) -> None:
         """Takes a buffer back."""

@@ -602,11 +602,12 @@ def test_the_input_may_be_given_by_name(tmp_path: Path) -> None:
     assert assert_exact(tmp_path / "store").info()["rows"] == 16
 
 
-def test_the_caller_may_fill_the_same_input_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("queue_bytes", [None, 1 << 20])
+def test_the_caller_may_fill_the_same_input_again(tmp_path: Path, queue_bytes: int | None) -> None:
     model = nn.Linear(4, 3).double()
     optimizer = sgd(model)
     buffer = torch.empty(2, 4, dtype=torch.float64)
-    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=1 << 20) as recorder:
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=queue_bytes) as recorder:
         for row in range(0, 16, 2):
             with recorder.batch([row, row + 1]):
                 model(buffer.copy_(X[row : row + 2])).square().sum().backward()

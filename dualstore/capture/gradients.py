@@ -6,7 +6,7 @@ anything else as a remainder. Copies stay on the parameter's device; comparing t
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ __all__ = ["Change", "GradientWatch", "common_factor", "lost"]
 
 _ROWS, _COLUMNS = 16, 32
 """Block of a weight's gradient that is compared; scattered elements would cost a cache miss each."""
+_SEEN = (torch.float32, torch.float64)
+"""Types of which numpy can see the memory."""
 _EDITED = 1e-2
 """A remainder above this share of the gradient is an edit, not the rounding of half precision."""
 
@@ -117,12 +119,16 @@ class GradientWatch:
 
 def _sample(gradient: torch.Tensor, *, whole: bool = False) -> Sample:
     """A copy of a bias's gradient, or of a block of rows in the middle of a weight's."""
-    seen: Any = gradient.detach()
-    if gradient.device.type == "cpu" and gradient.dtype in (torch.float32, torch.float64):
+    seen: Any = gradient.detach() if gradient.requires_grad else gradient
+    if gradient.dtype in _SEEN and gradient.is_cpu:
         seen = seen.numpy()
     if not whole and seen.ndim == 2:
-        rows, columns = seen.shape
-        middle = columns // 2
-        seen = seen[:: -(-rows // _ROWS), max(0, middle - _COLUMNS // 2) : middle + _COLUMNS // 2]
+        seen = seen[_block(*seen.shape)]
     copied: Sample = seen.flatten() if isinstance(seen, np.ndarray) else seen.reshape(-1).clone()
     return copied
+
+
+@cache
+def _block(rows: int, columns: int) -> tuple[slice, slice]:
+    middle = columns // 2
+    return slice(None, None, -(-rows // _ROWS)), slice(max(0, middle - _COLUMNS // 2), middle + _COLUMNS // 2)

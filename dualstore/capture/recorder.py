@@ -154,7 +154,6 @@ class Recorder:
         self.steps = 0
         """Optimiser steps taken so far."""
         self._watched = [self._watched_of(layer) for layer in found.layers]
-        self._group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._watch = GradientWatch([p for some in self._watched for p in some])
         self._handles = self._hook()
 
@@ -267,9 +266,11 @@ class Recorder:
 
     def _call(self, layer: Layer, batch: Batch, x: torch.Tensor) -> _Call:
         claim = batch.names.claim(layer.number, layer.name, x.shape)
-        # What autograd did not make belongs to the caller, who may fill the same memory with the next batch.
-        kept = x.detach() if x.requires_grad else x.detach().clone()
-        return _Call(layer, batch, claim, kept, kept._version)
+        # What autograd did not make belongs to the caller, who may fill the same memory with the next batch. Until the
+        # error arrives the weight's gradient needs it, too.
+        kept = x.requires_grad or (isinstance(self._background, Inline) and self._weights[layer.number].requires_grad)
+        taken = x.detach() if kept else x.detach().clone()
+        return _Call(layer, batch, claim, taken, taken._version)
 
     def _error_arrived(self, layer: Layer, call: _Call | None, error: torch.Tensor) -> None:
         if self._closed:
@@ -369,10 +370,10 @@ class Recorder:
 
     def _clip(self, group: int, taken: _Taken) -> dict[str, Any]:
         """Number and clip factor of a parameter group."""
-        pairs = [
-            pair for some, changes in zip(self._watched, taken.changes, strict=True) for pair in zip(some, changes, strict=True)
-        ]
-        factor, edited = common_factor(change for parameter, change in pairs if self._group_of[id(parameter)] == group)
+        mine = []
+        for layer, changes in zip(self._found.layers, taken.changes, strict=True):
+            mine += [change for of, change in zip((layer.weight_group, layer.bias_group), changes, strict=False) if of == group]
+        factor, edited = common_factor(mine)
         if edited:
             self._problem(
                 f"gradients of parameter group {group} were changed before the step other than by one factor; "
