@@ -15,12 +15,13 @@ import torch
 from common import arguments, drop_cache, machine, seconds, spread, work_folder
 
 import dualstore
+from dualstore.best import Ranking
 from dualstore.kernels import exact_dots
 from dualstore.log import Group, Log, Mapping
 from dualstore.rows import Selector
 from dualstore.scan import Options
 from dualstore.schema import Layer, StoreInfo
-from dualstore.topk import Ranking, top_k
+from dualstore.topk import top_k
 from dualstore.writer import StoreWriter
 
 WIDTH, BATCH = 800, 128

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from .options import (
+    Finite,
     budget_options,
     explain_option,
     layer_of,
@@ -31,20 +32,23 @@ _SAME_AS_TOP = 0
 )
 @click.option("--bottom", is_flag=False, flag_value=_SAME_AS_TOP, type=click.IntRange(min=0), metavar="[N]",
               help="The smallest alpha instead: N of them, or as many as --top.")  # fmt: skip
+@click.option("--abs", "absolute", is_flag=True, help="The largest |alpha| instead.")
+@click.option("--min-alpha", type=Finite(), help="Only patterns whose alpha, or |alpha| with --abs, is at least this.")
 @where_option
 @click.option("--per", help="SQL expression: the best of each of its values, e.g. label.")
 @explain_option
 @budget_options
 @output_option
 def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, top: int,
-          bottom: int | None, where: str | None, per: str | None, explain: bool, memory_mb: int, threads: int,
-          output: str) -> None:  # fmt: skip
+          bottom: int | None, absolute: bool, min_alpha: float | None, where: str | None, per: str | None, explain: bool,
+          memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
     """The training patterns with the largest alpha: whose key is most like the query.
 
     Exact and ordered: ties by step, sample_id, position.
     """
     result = open_from(store, memory_mb, threads).query(
-        layer=layer_of(layer), position=position, top=bottom or top, bottom=bottom is not None, where=where, per=per,
+        layer=layer_of(layer), position=position, top=bottom or top, bottom=bottom is not None, absolute=absolute,
+        min_alpha=min_alpha, where=where, per=per,
         **query_vector(test_ids, vector),
     )  # fmt: skip
     print_result(result, output)

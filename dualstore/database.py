@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -18,12 +19,11 @@ class Database:
     """An in-memory DuckDB connection. `python_enable_replacements` is off: SQL sees what was registered, nothing else."""
 
     def __init__(self, *, budget_bytes: int | None = None, threads: int | None = None) -> None:
-        config: dict[str, Any] = {"python_enable_replacements": False}
-        if budget_bytes is not None:
-            config["memory_limit"] = f"{max(budget_bytes, 64 << 20) >> 20}MiB"
-        if threads is not None:
-            config["threads"] = threads
-        self._connection = duckdb.connect(config=config)
+        """With a budget, one of its own, which may be given relations and views; else one that shares its workers."""
+        if budget_bytes is None:
+            self._connection = _instance(threads).cursor()
+        else:
+            self._connection = _connect(threads, memory_limit=f"{max(budget_bytes, 64 << 20) >> 20}MiB")
 
     def register(self, name: str, rows: Any) -> None:
         """Makes `rows`, an Arrow table or anything with `__arrow_c_stream__`, the relation `name`."""
@@ -107,6 +107,17 @@ class Database:
     def _relations(self) -> Sequence[str]:
         found = self._connection.execute("SELECT view_name FROM duckdb_views() WHERE NOT internal ORDER BY 1").fetchall()
         return [name for (name,) in found]
+
+
+def _connect(threads: int | None, **settings: Any) -> duckdb.DuckDBPyConnection:
+    given = {} if threads is None else {"threads": threads}
+    return duckdb.connect(config={"python_enable_replacements": False, **given, **settings})
+
+
+@cache
+def _instance(threads: int | None) -> duckdb.DuckDBPyConnection:
+    """Starting a DuckDB takes longer than most questions."""
+    return _connect(threads)
 
 
 def read_sql(name: str) -> str:

@@ -34,7 +34,8 @@ class Explain:
 
     def count(self, name: str, number: int) -> None:
         """Adds to a number that belongs to one path only."""
-        self.counts[name] = self.counts.get(name, 0) + number
+        if number:
+            self.counts[name] = self.counts.get(name, 0) + number
 
     @property
     def path(self) -> str:

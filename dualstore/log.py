@@ -254,6 +254,11 @@ class Log:
     def _firsts(self) -> NDArray[np.int64]:
         return np.array([group.first for group in self.groups], np.int64)
 
+    def between(self, first: int, end: int) -> list[Group]:
+        """The row groups from row `first`, which begins one, up to row `end`."""
+        low, high = np.searchsorted(self._firsts, [first, end])
+        return self.groups[low:high]
+
     def take(self, names: Sequence[str], rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Values of some columns at the given row numbers, in their order."""
         columns = {column.name: column for column in self.columns}

@@ -21,18 +21,39 @@ __all__ = ["rank_patterns"]
 
 
 def rank_patterns(
-    store: "Store", layer: Layer, queries: Queries, *, top: int, bottom: bool, where: str | None, per: str | None
+    store: "Store",
+    layer: Layer,
+    queries: Queries,
+    *,
+    top: int,
+    bottom: bool,
+    absolute: bool,
+    min_alpha: float | None,
+    where: str | None,
+    per: str | None,
 ) -> Result:
     """See `Store.query`."""
     if isinstance(top, bool) or not isinstance(top, int | np.integer) or top < 1:
         raise QueryError(f"top: expected a whole number of at least 1, found {top!r}")
+    if bottom and (absolute or min_alpha is not None):
+        raise QueryError("bottom: expected without absolute and min_alpha; ask sql for the relation `attention` instead")
+    if min_alpha is not None and not _is_finite(min_alpha):
+        raise QueryError(f"min_alpha: expected a finite number, found {min_alpha!r}")
     select = Selector(store.labelling, where, per)
     index = store.index(layer)
     log = index.log
     explain = Explain(layer.d_in * queries.vectors.itemsize, log.rows)
-    sketches = [] if per is not None else list(read_sketches(index, layer.d_in))
     ranking = top_k(
-        log, queries.vectors, int(top), select, largest=not bottom, options=store.options, sketches=sketches, explain=explain
+        log,
+        queries.vectors,
+        int(top),
+        select,
+        largest=not bottom,
+        magnitude=absolute,
+        floor=None if min_alpha is None else float(min_alpha),
+        options=store.options,
+        sketches=read_sketches(index, layer.d_in),
+        explain=explain,
     )
     rows = store.labelling.take(log, ranking.row)
     columns: dict[str, Any] = {}
@@ -44,8 +65,13 @@ def rank_patterns(
     columns |= {name: rows.column(name) for name in ROW_COLUMNS}
     columns["task"] = pa.array(rows.column("task").to_pylist(), pa.string())
     table = _by_group(pa.table(columns), ranking.query, per, select.values, ranking.code)
-    shown = f"{'bottom' if bottom else 'top'} {top}" + (f" per {per}" if per else "") + (f" where {where}" if where else "")
+    shown = f"{'bottom' if bottom else 'top'} {top}" + (" by |alpha|" if absolute else "") + (f" per {per}" if per else "")
+    shown += (f" where {where}" if where else "") + ("" if min_alpha is None else f", at least {min_alpha:g}")
     return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}", explain)
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, int | float | np.integer | np.floating) and bool(np.isfinite(number))
 
 
 def _by_group(table: pa.Table, query: Any, per: str | None, values: list[Any], codes: Any) -> pa.Table:

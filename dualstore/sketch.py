@@ -25,7 +25,7 @@ from dualstore.index import LayerIndex, values
 from dualstore.kernels import error_bound
 from dualstore.log import Group, Log, Part
 from dualstore.scan import RUN_ROWS
-from dualstore.shapes import Float, Float32, Float64, Int32
+from dualstore.shapes import Float, Float32, Float64, Int32, Int64
 
 __all__ = ["Asked", "Projected", "Sketch", "build_sketches", "read_sketches"]
 
@@ -68,6 +68,11 @@ class Sketch:
     delta: float
     longest: float
     """At least |c| / |x|."""
+
+    @property
+    def end(self) -> int:
+        """Number of the row behind the run."""
+        return self.first + len(self.row)
 
     @property
     def norm(self) -> Float32[ndarray, " n"]:
@@ -136,7 +141,14 @@ class Asked:
 
     def bounds(self, start: int, stop: int) -> Float32[ndarray, "n m"]:
         """At least the exact alpha of rows and queries; NaN where it cannot be told."""
-        codes = self.sketch.code[start:stop]
+        return self._bounds(self.sketch.code[start:stop])
+
+    def bounds_of(self, rows: Int64[ndarray, " n"]) -> Float32[ndarray, "n m"]:
+        """The same of some rows in ascending order."""
+        consecutive = len(rows) and rows[-1] - rows[0] == len(rows) - 1
+        return self._bounds(self.sketch.code[rows[0] : rows[-1] + 1] if consecutive else self.sketch.code[rows])
+
+    def _bounds(self, codes: Float32[ndarray, "n p+2"]) -> Float32[ndarray, "n m"]:
         with np.errstate(over="ignore", invalid="ignore"):
             if len(self.queries) == 1:  # a third faster than the product of matrices
                 bound: ndarray = (codes @ self.queries[0])[:, None]

@@ -85,6 +85,8 @@ class Store:
         position: int | None = None,
         top: int = 20,
         bottom: bool = False,
+        absolute: bool = False,
+        min_alpha: float | None = None,
         where: str | None = None,
         per: str | None = None,
     ) -> Result:
@@ -97,6 +99,8 @@ class Store:
             position: of the probe's rows at this layer; by default the last.
             top: how many, for each query and group.
             bottom: the smallest alpha instead.
+            absolute: the largest |alpha| instead; alpha is shown with its sign.
+            min_alpha: only patterns whose alpha, or |alpha|, is at least this.
             where: SQL condition on step, epoch, sample_id, position, label, task.
             per: SQL expression; the best of each of its values.
 
@@ -109,7 +113,17 @@ class Store:
         """
         found = self.layer(layer)
         queries = find_queries(self, found, x, test_id, position)
-        return rank_patterns(self, found, queries, top=top, bottom=bottom, where=where, per=per)
+        return rank_patterns(
+            self,
+            found,
+            queries,
+            top=top,
+            bottom=bottom,
+            absolute=absolute,
+            min_alpha=min_alpha,
+            where=where,
+            per=per,
+        )
 
     def totals(
         self,

@@ -12,8 +12,8 @@ import dualstore
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "errors", "shapes", "schema", "thrift", "spool", "part", "log", "steps", "writer", "index", "database", "kernels", "rows",
-    "sums", "scan", "repeats", "sketch", "explain", "topk", "result", "probes", "ranking", "totals", "votes", "relations",
-    "coefficients", "weights", "verify", "summary", "store", "capture", "datasets", "training",
+    "sums", "scan", "repeats", "sketch", "explain", "best", "search", "topk", "result", "probes", "ranking", "totals", "votes",
+    "relations", "coefficients", "weights", "verify", "summary", "store", "capture", "datasets", "training",
 )  # fmt: skip
 CAPTURE = ("background", "gradients", "layers", "names", "payload", "recorder")
 ONLY_IN = {"duckdb": {"database"}, "torch": {"capture", "training"}, "rich": set(), "click": set(), "polars": {"result"}}

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy import ndarray
 
+from dualstore.best import Ranking
 from dualstore.index import LayerIndex
 from dualstore.log import Log
 from dualstore.part import PartWriter
@@ -26,7 +27,7 @@ from dualstore.scan import Options, Piece, computed, pieces
 from dualstore.schema import Layer, pattern_columns
 from dualstore.sketch import Sketch, build_sketches, read_sketches
 from dualstore.steps import STEPS_SCHEMA, Steps
-from dualstore.topk import Ranking, top_k
+from dualstore.topk import top_k
 from tests import reference
 from tests.reference import Rows
 
@@ -112,11 +113,18 @@ def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches of a few rows at a time that do not give up early, and runs as short as their sketches."""
     monkeypatch.setattr("dualstore.scan.RUN_ROWS", 100)
     for name, value in (("_HEAD_ROWS", 5), ("_BLOCK_ROWS", 30), ("_FIRST_ROWS", 2), ("_FEW_ROWS", 1000)):
-        monkeypatch.setattr(f"dualstore.topk.{name}", value)
+        monkeypatch.setattr(f"dualstore.search.{name}", value)
 
 
 def expect(
-    rows: Rows, queries: ndarray, k: int, largest: bool = True, kept: ndarray | None = None, codes: ndarray | None = None
+    rows: Rows,
+    queries: ndarray,
+    k: int,
+    largest: bool = True,
+    kept: ndarray | None = None,
+    codes: ndarray | None = None,
+    floor: float | None = None,
+    magnitude: bool = False,
 ) -> list[tuple]:
     """(query, group, rank, row, alpha) of the answer, from the reference."""
     found: list[tuple] = []
@@ -124,7 +132,9 @@ def expect(
         values = reference.halved(rows.x, query) + 0.0
         for code in [0] if codes is None else range(codes.max(initial=-1) + 1):
             mine = np.ones(len(rows), bool) if codes is None else codes == code
-            best = reference.ranked(rows, values, k, largest=largest, kept=mine if kept is None else mine & kept)
+            sizes = np.abs(values) if magnitude else values
+            mine = mine & (True if kept is None else kept) & (True if floor is None else sizes >= floor)
+            best = reference.ranked(rows, sizes, k, largest=largest, kept=mine)
             found += [(number, code, rank + 1, row, values[row]) for rank, row in enumerate(best)]
     return found
 
@@ -206,7 +216,8 @@ def group_codes(rows: Rows, per: str, kept: ndarray) -> tuple[ndarray, list[Any]
     count=st.integers(0, 260),
     queries=st.integers(1, 3),
     k=st.integers(1, 9),
-    largest=st.booleans(),
+    order=st.sampled_from(["largest", "smallest", "magnitude"]),
+    level=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
     budget_bytes=st.sampled_from([2000, 20_000, 1 << 20]),
     threads=st.integers(1, 3),
     group_rows=st.sampled_from([32, 64, 16_384]),
@@ -221,7 +232,8 @@ def test_selected_and_grouped_answers_are_the_true_ones_for_every_knob(
     count: int,
     queries: int,
     k: int,
-    largest: bool,
+    order: str,
+    level: float | None,
     budget_bytes: int,
     threads: int,
     group_rows: int,
@@ -230,15 +242,23 @@ def test_selected_and_grouped_answers_are_the_true_ones_for_every_knob(
     seed: int,
 ) -> None:
     rows, vectors = make_rows(kind, count, 4, seed), make_queries(kind, queries, 4, seed)
+    floor = None
+    if level is not None and order != "smallest" and count:  # one of the alphas, which ties may share
+        with np.errstate(all="ignore"):
+            values = np.nan_to_num(np.sort(reference.halved(rows.x, vectors[0]) + 0.0))
+        floor = float(values[int(level * (count - 1))])
     kept = condition[1](rows)
-    codes, values = (None, [None]) if per is None else group_codes(rows, per, kept)
+    codes, names = (None, [None]) if per is None else group_codes(rows, per, kept)
     select = Selector(LABELLING, condition[0], per)
     with tempfile.TemporaryDirectory() as folder:
         log = write_log(Path(folder), rows, cuts, group_rows)
         sketches = search_of(log, folder, sketched)
-        found = top_k(log, vectors, k, select, largest=largest, options=Options(budget_bytes, threads), sketches=sketches)
-    assert as_tuples(found) == expect(rows, vectors, k, largest, kept, codes)
-    assert select.values == values
+        how = {"largest": order != "smallest", "magnitude": order == "magnitude", "floor": floor}
+        found = top_k(log, vectors, k, select, options=Options(budget_bytes, threads), sketches=sketches, **how)
+    expected = expect(rows, vectors, k, order != "smallest", kept, codes, floor, order == "magnitude")
+    number = [names.index(value) for value in select.values]  # groups are numbered as they are met
+    assert sorted((query, number[code], *rest) for query, code, *rest in as_tuples(found)) == expected
+    assert set(select.values) == set(names)
 
 
 @settings(deadline=None, max_examples=40)

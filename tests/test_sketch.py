@@ -108,14 +108,14 @@ def fields(found: Any) -> list[tuple[Any, ...]]:
     return [tuple(row.values()) for row in found.to_dicts()]
 
 
-@pytest.mark.parametrize("bottom", [False, True])
+@pytest.mark.parametrize("order", [{}, {"bottom": True}, {"absolute": True}, {"min_alpha": 40.0}, {"per": "label"}], ids=str)
 @pytest.mark.parametrize("where", [None, "label = 1", "step > 5 AND sample_id < 3", "false"])
 @pytest.mark.parametrize("top", [1, 20, 500])
-def test_a_search_gives_the_rows_of_the_scan(tmp_path: Path, top: int, where: str | None, bottom: bool) -> None:
+def test_a_search_gives_the_rows_of_the_scan(tmp_path: Path, top: int, where: str | None, order: dict[str, Any]) -> None:
     keys = make_keys("low rank", 2000, 60, 0).astype(np.float32)
     store = store_of(tmp_path / "store", keys, flush_every=3)
     queries = np.abs(np.random.default_rng(5).normal(size=(4, 60))).astype(np.float32)
-    asked = {"layer": 0, "top": top, "where": where, "bottom": bottom}
+    asked: dict[str, Any] = {"layer": 0, "top": top, "where": where, **order}
     single, several = fields(store.query(queries[0], **asked)), fields(store.query(queries, **asked))
     store.build_index()
     assert fields(store.query(queries[0], **asked)) == single
@@ -134,9 +134,10 @@ def test_a_search_reads_few_keys_and_says_so(tmp_path: Path) -> None:
     assert found.path == "index and scan"
     assert found.rows_read < 300
     assert found.to_dict()["share"] < 0.2
-    grouped = store.query(query, layer=0, top=5, per="label").explain
-    assert grouped is not None
-    assert grouped.path == "scan"
+    for asked in ({"per": "label"}, {"absolute": True}, {"min_alpha": found.key_bytes / 4, "top": 3}, {"where": "label = 1"}):
+        cost = store.query(query, layer=0, **{"top": 5, **asked}).explain  # type: ignore[arg-type]
+        assert cost is not None
+        assert cost.rows_read < 1000
 
 
 def test_a_search_that_would_read_most_keys_gives_up(tmp_path: Path) -> None:
