@@ -1,7 +1,8 @@
 """Files of the index: small tables derived from the parts of a log, believed only while they fit them.
 
-The index may be deleted at any time and everything works without it, only slower. A file of it belongs to one part,
-whose fingerprint it carries beside a checksum of its own; one that does not fit is left aside with a warning.
+The index may be deleted at any time and everything works without it, only slower. A file of it belongs to one part or to
+several that follow each other, whose fingerprints it carries beside a checksum of its own; one that does not fit is left
+aside with a warning.
 """
 
 import json
@@ -23,7 +24,7 @@ from dualstore.writer import write_whole
 
 __all__ = ["LayerIndex", "fingerprint", "values"]
 
-_FORMAT = 1
+_FORMAT = 2
 _NOTE = "dualstore"
 """Key of the metadata that say what the file belongs to."""
 _HEAD_BYTES = 64
@@ -31,7 +32,10 @@ _HEAD_BYTES = 64
 
 
 class LayerIndex:
-    """The index of one layer: a table of some kind for each part of its log, as far as there is one that fits."""
+    """The index of one layer: tables of some kinds that belong to parts of its log, as far as they fit them.
+
+    A table is found by the first of its parts.
+    """
 
     def __init__(self, folder: Path, log: Log) -> None:
         self.folder, self.log = folder, log
@@ -40,43 +44,53 @@ class LayerIndex:
         self.kept: dict[str, Any] = {}
         """What readers made of tables, by kind; forgotten when the index changes."""
 
-    def table(self, part: Part, kind: str, schema: pa.Schema) -> pa.Table | None:
-        """The table of a part; None where there is none. Warns once of files that do not fit."""
+    def table(self, part: Part, kind: str, schema: pa.Schema, *, warn: bool = True) -> pa.Table | None:
+        """The table that begins with a part; None where there is none. Warns once of files that do not fit."""
         key = (part.path, kind)
         if key not in self._tables:
-            self._tables[key] = self._read(part, kind, schema)
+            self._tables[key], problem = self._read(part, kind, schema)
+            if problem and warn and not self._warned:
+                self._warned = True
+                text = f"{self._path(part, kind)}: the index is {problem} and left aside; rebuild it: dualstore index"
+                warnings.warn(text, DualstoreWarning, stacklevel=2)
         return self._tables[key]
 
-    def write(self, part: Part, kind: str, table: pa.Table, extra: Mapping[str, bytes] | None = None) -> None:
-        """Makes `table` that of a part; `extra` goes with it as metadata. Raises StoreError where it cannot be written."""
+    def write(self, parts: Sequence[Part], kind: str, table: pa.Table, extra: Mapping[str, bytes] | None = None) -> None:
+        """Makes `table` that of some consecutive parts; `extra` goes with it as metadata.
+
+        Raises StoreError where it cannot be written.
+        """
         table = table.combine_chunks().replace_schema_metadata(extra)
-        note = {"format": _FORMAT, "kind": kind, "part": self._fingerprint(part), "crc": _checksum(table)}
+        note = {"format": _FORMAT, "kind": kind, "parts": len(parts), "of": self._fingerprint(parts), "crc": _checksum(table)}
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema.with_metadata({**(extra or {}), _NOTE: json.dumps(note)})) as writer:
             writer.write_table(table)
-        path = self._path(part, kind)
+        path = self._path(parts[0], kind)
         try:
             write_whole(path, memoryview(sink.getvalue()))
         except OSError as error:
             raise StoreError(f"{path}: cannot be written: {error.strerror}; everything works without it, slower") from error
-        self._tables.pop((part.path, kind), None)
+        self._tables.pop((parts[0].path, kind), None)
         self.kept.clear()
 
-    def remove_others(self, kind: str, kinds: Collection[str]) -> None:
-        """Removes files of `kind` or `kind-N` that are not of one of these kinds and of a part of the log."""
-        stems = {part.path.stem for part in self.log.parts}
-        for path in self.folder.glob(f"*.{kind}*.arrow"):
-            stem, _, found = path.stem.rpartition(".")
-            if stem not in stems or found not in kinds:
-                path.unlink(missing_ok=True)
+    def kinds(self, kind: str) -> set[tuple[str, str]]:
+        """(stem of the first part, kind) of each file of `kind` or `kind-N`."""
+        found = (path.stem.rpartition(".") for path in self.folder.glob(f"*.{kind}*.arrow"))
+        return {(stem, name) for stem, _, name in found if name == kind or name.startswith(f"{kind}-")}
+
+    def remove_others(self, kind: str, kept: Collection[tuple[str, str]]) -> None:
+        """Removes files of `kind` or `kind-N` that are not among those to be kept."""
+        for stem, name in self.kinds(kind) - set(kept):
+            (self.folder / f"{stem}.{name}.arrow").unlink(missing_ok=True)
 
     def _path(self, part: Part, kind: str) -> Path:
         return self.folder / f"{part.path.stem}.{kind}.arrow"
 
-    def _read(self, part: Part, kind: str, schema: pa.Schema) -> pa.Table | None:
+    def _read(self, part: Part, kind: str, schema: pa.Schema) -> tuple[pa.Table | None, str]:
+        """The table of a file, or None and what is wrong with the file, if there is one."""
         path = self._path(part, kind)
         if not path.exists():
-            return None
+            return None, ""
         try:
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
@@ -84,31 +98,24 @@ class LayerIndex:
             table.validate()
             note = json.loads(extra.pop(_NOTE.encode()))
             table = table.replace_schema_metadata(extra)
-            expected = {"format": _FORMAT, "kind": kind, "part": self._fingerprint(part), "crc": _checksum(table)}
+            first = self.log.parts.index(part)
+            of = self._fingerprint(self.log.parts[first : first + int(note["parts"])])
+            expected = {"format": _FORMAT, "kind": kind, "of": of, "crc": _checksum(table)}
             wrong = [name for name, value in expected.items() if note[name] != value]
             if not table.schema.equals(schema) or not _is_whole(table):
                 wrong.append("columns")
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError) as error:
-            self._warn(path, f"unreadable ({(str(error).splitlines() or [repr(error)])[0]})")
-            return None
-        if "part" in wrong and "crc" not in wrong:
-            self._warn(path, "made from another state of its part")
-        elif wrong:
-            self._warn(path, f"damaged ({', '.join(wrong)})")
-        return None if wrong else table
+            return None, f"unreadable ({(str(error).splitlines() or [repr(error)])[0]})"
+        if "of" in wrong and "crc" not in wrong:
+            return None, "made from another state of its parts"
+        return (None, f"damaged ({', '.join(wrong)})") if wrong else (table, "")
 
-    def _fingerprint(self, part: Part) -> str:
-        return self._fingerprints[part.path]
+    def _fingerprint(self, parts: Sequence[Part]) -> str:
+        return ",".join(self._fingerprints[part.path] for part in parts)
 
     @cached_property
     def _fingerprints(self) -> dict[Path, str]:
         return {part.path: fingerprint(part) for part in self.log.parts}
-
-    def _warn(self, path: Path, what: str) -> None:
-        if not self._warned:
-            text = f"{path}: the index is {what} and left aside; rebuild it: dualstore index"
-            warnings.warn(text, DualstoreWarning, stacklevel=2)
-        self._warned = True
 
 
 def values(table: pa.Table, name: str) -> NDArray[Any]:

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ class Log:
         self.columns = tuple(columns)
         self.parts = [Part(path, columns, keep=len(paths) <= KEPT_PARTS) for path in paths]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Number of rows in all parts."""
         return sum(part.metadata.num_rows for part in self.parts)
@@ -259,23 +260,25 @@ class Log:
         low, high = np.searchsorted(self._firsts, [first, end])
         return self.groups[low:high]
 
+    def is_whole(self, first: int, rows: int) -> bool:
+        """Whether a run of rows is one of whole row groups."""
+        return sum(group.rows for group in self.between(first, first + rows)) == rows
+
     def take(self, names: Sequence[str], rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Values of some columns at the given row numbers, in their order."""
-        columns = {column.name: column for column in self.columns}
-        shapes = {name: (len(rows),) if columns[name].width is None else (len(rows), columns[name].row_width) for name in names}
-        out = {name: np.empty(shape, columns[name].dtype) for name, shape in shapes.items()}
-        order = np.argsort(rows, kind="stable")
-        sought = rows[order]
-        firsts = self._firsts
-        low = 0
-        while low < len(sought):
-            owner = int(np.searchsorted(firsts, sought[low], side="right")) - 1
-            group = self.groups[owner]
-            high = low + int(np.searchsorted(sought[low:], group.first + group.rows))
-            local = sought[low:high] - group.first
-            for name, values in out.items():
-                values[order[low:high]] = group.part.mapping.array(group, name)[local]
-            low = high
+        owners = np.searchsorted(self._firsts, rows, side="right") - 1
+        order = np.argsort(owners, kind="stable")
+        local = (rows - self._firsts[owners])[order]
+        ends = [*(np.flatnonzero(np.diff(owners[order])) + 1).tolist(), len(rows)]
+        pieces = [(self.groups[owners[order[start]]], local[start:end]) for start, end in pairwise([0, *ends]) if start < end]
+        out = {}
+        for column in self.columns:
+            if column.name in names:
+                shape = (len(rows),) if column.width is None else (len(rows), column.row_width)
+                values = out[column.name] = np.empty(shape, column.dtype)
+                if pieces:
+                    found = [group.part.mapping.array(group, column.name)[some] for group, some in pieces]
+                    values[order] = found[0] if len(found) == 1 else np.concatenate(found)
         return out
 
     def by_part(self) -> Iterator[tuple[Part, int, list[Group]]]:
@@ -289,10 +292,10 @@ class Log:
             yield part, first, mine
             first += rows
 
-    def chunks(self, rows: int) -> Iterator[list[Group]]:
-        """Runs of consecutive groups of one part, of about `rows` rows each."""
+    def chunks(self, rows: int, groups: Sequence[Group] | None = None) -> Iterator[list[Group]]:
+        """Runs of consecutive groups of one part, of about `rows` rows each; of some groups or all."""
         run: list[Group] = []
-        for group in self.groups:
+        for group in self.groups if groups is None else groups:
             if run and (run[0].part is not group.part or sum(g.rows for g in run) + group.rows > rows):
                 yield run
                 run = []

@@ -1,5 +1,7 @@
 """The patterns with the largest or smallest alpha, as an answer."""
 
+import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +30,7 @@ def rank_patterns(
     top: int,
     bottom: bool,
     absolute: bool,
-    min_alpha: float | None,
+    min_alpha: Any,
     where: str | None,
     per: str | None,
 ) -> Result:
@@ -37,8 +39,7 @@ def rank_patterns(
         raise QueryError(f"top: expected a whole number of at least 1, found {top!r}")
     if bottom and (absolute or min_alpha is not None):
         raise QueryError("bottom: expected without absolute and min_alpha; ask sql for the relation `attention` instead")
-    if min_alpha is not None and not _is_finite(min_alpha):
-        raise QueryError(f"min_alpha: expected a finite number, found {min_alpha!r}")
+    floor = None if min_alpha is None else _number(min_alpha)
     select = Selector(store.labelling, where, per)
     index = store.index(layer)
     log = index.log
@@ -50,7 +51,7 @@ def rank_patterns(
         select,
         largest=not bottom,
         magnitude=absolute,
-        floor=None if min_alpha is None else float(min_alpha),
+        floor=floor,
         options=store.options,
         sketches=read_sketches(index, layer.d_in),
         explain=explain,
@@ -66,12 +67,16 @@ def rank_patterns(
     columns["task"] = pa.array(rows.column("task").to_pylist(), pa.string())
     table = _by_group(pa.table(columns), ranking.query, per, select.values, ranking.code)
     shown = f"{'bottom' if bottom else 'top'} {top}" + (" by |alpha|" if absolute else "") + (f" per {per}" if per else "")
-    shown += (f" where {where}" if where else "") + ("" if min_alpha is None else f", at least {min_alpha:g}")
+    shown += (f" where {where}" if where else "") + ("" if floor is None else f", at least {floor:g}")
     return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}", explain)
 
 
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, int | float | np.integer | np.floating) and bool(np.isfinite(number))
+def _number(given: Any) -> float:
+    if isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool):
+        with suppress(OverflowError):
+            if math.isfinite(given):
+                return float(given)
+    raise QueryError(f"min_alpha: expected a finite number, found {given!r}")
 
 
 def _by_group(table: pa.Table, query: Any, per: str | None, values: list[Any], codes: Any) -> pa.Table:

@@ -13,7 +13,7 @@ from dualstore.best import Best, rank_within
 from dualstore.explain import Explain
 from dualstore.log import Log
 from dualstore.rows import Selector
-from dualstore.scan import Options
+from dualstore.scan import RUN_ROWS, Options
 from dualstore.shapes import Float32, Int64
 from dualstore.sketch import Asked, Projected, Sketch
 
@@ -114,12 +114,7 @@ class Search:
         self._left = self._price
         for asked in self._asked:
             sketch = asked.sketch
-            groups = self._log.between(sketch.first, sketch.end)
-            selection = self._select(groups[0].part.mapping, groups)
-            rows = slice(None) if selection.rows is None else selection.rows
-            codes = np.full(len(sketch.row), -1)
-            codes[rows] = 0 if selection.codes is None else selection.codes
-            codes = codes[sketch.row]
+            codes = self._codes(sketch)
             places = np.flatnonzero(codes >= 0)
             present = np.flatnonzero(np.bincount(codes[places]))
             self._best.grow(int(present.max(initial=0)) + 1)
@@ -137,6 +132,17 @@ class Search:
                 if self._left < 0:
                     return False
         return True
+
+    def _codes(self, sketch: Sketch) -> Int64[ndarray, " n"]:
+        """The group of each row of a sketch; -1 where the condition leaves it out."""
+        codes = np.full(len(sketch.row), -1)
+        for groups in self._log.chunks(RUN_ROWS, self._log.between(sketch.first, sketch.end)):
+            selection = self._select(groups[0].part.mapping, groups)
+            at = groups[0].first - sketch.first
+            rows = slice(0, sum(group.rows for group in groups)) if selection.rows is None else selection.rows
+            codes[at:][rows] = 0 if selection.codes is None else selection.codes
+        ordered: ndarray = codes[sketch.row]
+        return ordered
 
     def _take_in_order(
         self, row: Int64[ndarray, " p"], query: Int64[ndarray, " p"], code: Int64[ndarray, " p"], bound: Float32[ndarray, " p"]

@@ -8,7 +8,8 @@ q' = q - V a,
           <= c . a + rho |q'| + delta |x| |a|
 
 for any V and c, delta |x| being the largest |V^T x - V^T V c|, which rounding leaves: one product of (c, rho, |x|) with
-(a, |q'|, delta |a|). Rows are sorted by norm within their run, so that a search may stop where |x| |q| falls below the k-th
+(a, |q'|, delta |a|). Rows are sorted by norm within their segment, some
+consecutive row groups of the log, so that a search may stop where |x| |q| falls below the k-th
 best alpha.
 """
 
@@ -23,16 +24,17 @@ from numpy import ndarray
 
 from dualstore.index import LayerIndex, values
 from dualstore.kernels import error_bound
-from dualstore.log import Group, Log, Part
-from dualstore.scan import RUN_ROWS
+from dualstore.log import Group, Log
 from dualstore.shapes import Float, Float32, Float64, Int32, Int64
 
-__all__ = ["Asked", "Projected", "Sketch", "build_sketches", "read_sketches"]
+__all__ = ["Asked", "Projected", "Sketch", "build_sketches", "coordinates", "read_sketches"]
 
 KIND = "sketch"
 _KEY_VALUES = 25
 """Values of a key for each of its coordinates: a sketch takes 4 % of the keys and three numbers a row."""
 _MOST_COORDINATES = 64
+SEGMENT_BYTES = 48 << 20
+"""A sketch is at most so large: its rows are sorted in memory."""
 _SAMPLE_ROWS = 512
 _TILE_ROWS = 1024
 _COLUMNS = 256
@@ -40,7 +42,7 @@ _COLUMNS = 256
 _LEAST_NORM, _LEAST_SLACK = 2.0**-96, 1e-6
 """Their product is more than what single precision loses of a bound by underflow."""
 _WORSE = 1.5
-"""How much more of the keys than its best basis the one of the run before may leave."""
+"""How much more of the keys than its best basis the one of the segment before may leave."""
 
 
 def coordinates(width: int) -> int:
@@ -49,7 +51,7 @@ def coordinates(width: int) -> int:
 
 
 def schema(width: int) -> pa.Schema:
-    """Columns of the file of one run of row groups; `row` counts from its first row."""
+    """Columns of the file of one segment; `row` counts from its first row."""
     vector = pa.list_(pa.field("element", pa.float32(), nullable=False), coordinates(width) + 2)
     fields = {"row": pa.int32(), "code": vector}
     return pa.schema([pa.field(name, kind, nullable=False) for name, kind in fields.items()])
@@ -57,10 +59,10 @@ def schema(width: int) -> pa.Schema:
 
 @dataclass(frozen=True)
 class Sketch:
-    """The sketch of one run of row groups, rows by falling norm. What is not finite comes first, with infinite norm."""
+    """The sketch of one segment, rows by falling norm. What is not finite comes first, with infinite norm."""
 
     first: int
-    """Number of the run's first row in the log."""
+    """Number of the segment's first row in the log."""
     row: Int32[ndarray, " n"]
     code: Float32[ndarray, "n p+2"]
     """c; at least |x - V c|; at least |x|, and never quite 0."""
@@ -71,7 +73,7 @@ class Sketch:
 
     @property
     def end(self) -> int:
-        """Number of the row behind the run."""
+        """Number of the row behind the segment."""
         return self.first + len(self.row)
 
     @property
@@ -158,34 +160,40 @@ class Asked:
 
 
 def build_sketches(index: LayerIndex, width: int, progress: Callable[[int], None] = lambda rows: None) -> None:
-    """Writes the sketch of every run of row groups that has none that fits; of mapped parts only.
+    """Writes the sketch of every segment that has none that fits; of row groups that can be mapped only.
 
-    Memory: twice the sketch of one run, which is a twentieth of its keys.
+    Memory: about four times SEGMENT_BYTES.
     """
-    index.remove_others(KIND, {name for _, name, _ in _runs(index.log)})
     basis: ndarray | None = None
-    for part, name, groups in _runs(index.log):
-        mapped = all(part.mapping.column(group, "x") is not None for group in groups)
-        table = index.table(part, name, schema(width))
-        if mapped and table is None:
-            arrays = [part.mapping.array(group, "x") for group in groups]
+    kept, done = set(), 0
+    for groups in _segments(index.log, width):
+        part, name, rows = groups[0].part, f"{KIND}-{groups[0].index}", sum(group.rows for group in groups)
+        table = index.table(part, name, schema(width), warn=False)
+        if table is None or table.num_rows != rows:
+            arrays = [group.part.mapping.array(group, "x") for group in groups]
             basis = _basis(_sample(arrays), coordinates(width), basis)
-            index.write(part, name, *_sketch(arrays, basis))
-        elif table is not None:
+            index.write(list(dict.fromkeys(group.part for group in groups)), name, *_sketch(arrays, basis, progress))
+        else:
             basis = _of_table(table, 0, width).basis
-        progress(sum(group.rows for group in groups))
+            progress(rows)
+        kept.add((part.path.stem, name))
+        done += rows
+    progress(index.log.rows - done)
+    index.remove_others(KIND, kept)
 
 
 def read_sketches(index: LayerIndex, width: int) -> list[Sketch]:
     """The sketches that fit the log, in its order. Held: what numpy needs to see the mapped files."""
     if KIND not in index.kept:
+        first = {(group.part.path.stem, f"{KIND}-{group.index}"): group for group in index.log.groups}
         found: list[Sketch] = []
-        for part, name, groups in _runs(index.log):
-            table = index.table(part, name, schema(width))
-            if table is not None:
-                sketch = _of_table(table, groups[0].first, width)
-                same = next((one.basis for one in found[-1:] if np.array_equal(one.basis, sketch.basis)), sketch.basis)
-                found.append(replace(sketch, basis=same))
+        for group in sorted((first[name] for name in index.kinds(KIND) if name in first), key=lambda group: group.first):
+            table = index.table(group.part, f"{KIND}-{group.index}", schema(width))
+            if table is None or (found and group.first < found[-1].end) or not index.log.is_whole(group.first, table.num_rows):
+                continue  # what a build that did not end has left may overlap
+            sketch = _of_table(table, group.first, width)
+            same = next((one.basis for one in found[-1:] if np.array_equal(one.basis, sketch.basis)), sketch.basis)
+            found.append(replace(sketch, basis=same))
         index.kept[KIND] = found
     kept: list[Sketch] = index.kept[KIND]
     return kept
@@ -199,19 +207,29 @@ def _of_table(table: pa.Table, first: int, width: int) -> Sketch:
     return Sketch(first, row, code, basis, note["delta"], note["longest"])
 
 
-def _runs(log: Log) -> Iterator[tuple[Part, str, list[Group]]]:
-    """Runs of row groups, each with its part and the kind of its file."""
-    part, number = None, 0
-    for groups in log.chunks(RUN_ROWS):
-        number = number + 1 if groups[0].part is part else 0
-        part = groups[0].part
-        yield part, f"{KIND}-{number}", groups
+def _segments(log: Log, width: int) -> Iterator[list[Group]]:
+    """Consecutive row groups that can be mapped, as many as one sketch is made of."""
+    most = SEGMENT_BYTES // (4 * (coordinates(width) + 3))
+    segment: list[Group] = []
+    for group in log.groups:
+        mapped = group.part.mapping.column(group, "x") is not None
+        if segment and (not mapped or sum(one.rows for one in segment) + group.rows > most):
+            yield segment
+            segment = []
+        if mapped:
+            segment.append(group)
+    if segment:
+        yield segment
 
 
-def _sketch(arrays: Sequence[ndarray], basis: Float32[ndarray, "p d"]) -> tuple[pa.Table, dict[str, bytes]]:
-    """The sketch of the keys of a run: its table and what goes with it."""
-    blocks = [keys[start : start + _TILE_ROWS] for keys in arrays for start in range(0, len(keys), _TILE_ROWS)]
-    measured = [_measure(keys, basis) for keys in blocks]
+def _sketch(
+    arrays: Sequence[ndarray], basis: Float32[ndarray, "p d"], progress: Callable[[int], None]
+) -> tuple[pa.Table, dict[str, bytes]]:
+    """The sketch of the keys of a segment: its table and what goes with it."""
+    measured: list[tuple[ndarray, ndarray, ndarray]] = []
+    for keys in arrays:
+        measured += [_measure(keys[start : start + _TILE_ROWS], basis) for start in range(0, len(keys), _TILE_ROWS)]
+        progress(len(keys))
     table, delta, longest = (np.concatenate(found) for found in zip(*measured, strict=True))
     order = np.argsort(-table[:, -1], kind="stable").astype(np.int32)
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(table[order].reshape(-1)), type=schema(basis.shape[1]).field("code").type)
@@ -260,7 +278,7 @@ def _inside(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> Floa
 
 
 def _sample(arrays: Sequence[ndarray]) -> Float64[ndarray, "s d"]:
-    """Some keys, spread over the run; those that are not finite or huge are left out."""
+    """Some keys, spread over the segment; those that are not finite or huge are left out."""
     each = -(-_SAMPLE_ROWS // len(arrays))
     spread = [keys[np.unique(np.linspace(0, len(keys) - 1, min(each, len(keys))).astype(int))] for keys in arrays]
     keys = np.concatenate(spread).astype(np.float64)
@@ -270,7 +288,7 @@ def _sample(arrays: Sequence[ndarray]) -> Float64[ndarray, "s d"]:
 def _basis(keys: Float64[ndarray, "s d"], count: int, before: Float32[ndarray, "p d"] | None) -> Float32[ndarray, "p d"]:
     """Orthonormal vectors that span nearly the best subspace of `count` dimensions for the keys.
 
-    The basis `before` is kept where it leaves hardly more of the keys, so that queries are projected once for many runs.
+    The basis `before` is kept where it leaves hardly more of the keys, so that queries are projected once for many segments.
     Source: Halko, Martinsson, Tropp 2011, Finding structure with randomness, algorithm 4.4 (subspace iteration).
     """
     width = keys.shape[1]

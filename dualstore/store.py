@@ -1,5 +1,6 @@
 """A store opened for reading: the one object that answers questions."""
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -254,22 +255,30 @@ class Store:
 
     def _log(self, folder: str, columns: Sequence[Column]) -> Log:
         """The log of a folder: the one used before, whose parts may be mapped already, unless a file has changed."""
-        paths = self._parts(folder)
-        state = tuple((path, *_state(path)) for path in paths)
+        files = self._files(folder)
+        state = tuple((file.name, *_state(file)) for file in files)
         known, log = self._logs.get(folder, (None, None))
         if log is None or known != state:
-            log = Log(paths, columns)
+            log = Log([Path(file.path) for file in files], columns)
             self._logs[folder] = (state, log)
         return log
 
     def _parts(self, folder: str) -> list[Path]:
-        found = sorted((self.path / folder).glob("part-*.parquet"))
+        return [Path(file.path) for file in self._files(folder)]
+
+    def _files(self, folder: str) -> list[os.DirEntry[str]]:
+        """The part files of a folder that belong to the store, in the order of their names."""
+        try:
+            with os.scandir(self.path / folder) as files:
+                found = [file for file in files if file.name.startswith("part-") and file.name.endswith(".parquet")]
+        except FileNotFoundError:
+            return []
         if self.info_file.status != "complete" and folder.startswith("patterns"):
-            found = [path for path in found if path.name in self._committed]
-        return found
+            found = [file for file in found if file.name in self._committed]
+        return sorted(found, key=lambda file: file.name)
 
 
-def _state(path: Path) -> tuple[int, int, int]:
+def _state(file: os.DirEntry[str]) -> tuple[int, int, int]:
     """What changes when a file is written anew."""
-    found = path.stat()
+    found = file.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns

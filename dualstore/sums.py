@@ -97,11 +97,11 @@ def build_sums(index: LayerIndex, steps: Steps, width: int, progress: Callable[[
 
     Memory: the sums of one part, at most an eighth of its keys' size divided by ROWS_PER_CELL, and a few hundred rows.
     """
-    index.remove_others(KIND, {KIND})
     for part, first, groups in index.log.by_part():
-        if index.table(part, KIND, schema(width)) is None:
-            index.write(part, KIND, _sum_up(part, first, groups, steps, width))
+        if index.table(part, KIND, schema(width), warn=False) is None:
+            index.write([part], KIND, _sum_up(part, first, groups, steps, width))
         progress(part.metadata.num_rows)
+    index.remove_others(KIND, {(part.path.stem, KIND) for part in index.log.parts})
 
 
 def _sum_up(part: Part, first: int, groups: Sequence[Group], steps: Steps, width: int) -> pa.Table:

@@ -80,6 +80,16 @@ def test_query_gives_flat_objects_with_the_promised_names(store: Path) -> None:
     assert found == dualstore.open(store).query(test_id=2, layer=1, top=7).to_dicts()
 
 
+def test_abs_and_min_alpha_are_those_of_the_library(store: Path) -> None:
+    ask = ("query", "--store", store, "--test-id", "2", "--layer", "1", "--abs", "--min-alpha", "0.5")
+    found = parsed(*ask)
+    assert found == dualstore.open(store).query(test_id=2, layer=1, absolute=True, min_alpha=0.5).to_dicts()
+    assert found
+    assert all(abs(row["alpha"]) >= 0.5 for row in found)
+    fails(*ask, "--bottom", match="bottom: expected without")
+    call(*ask[:-1], "nan", code=2)
+
+
 def test_bottom_takes_a_number_or_the_one_of_top(store: Path) -> None:
     bare = parsed("query", "--store", store, "--test-id", "2", "--layer", "1", "--top", "3", "--bottom")
     numbered = parsed("query", "--store", store, "--test-id", "2", "--layer", "1", "--bottom", "3")

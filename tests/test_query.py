@@ -128,6 +128,8 @@ def answer(
     top: int,
     *,
     bottom: bool = False,
+    absolute: bool = False,
+    min_alpha: float = -math.inf,
     kept: ndarray | None = None,
     groups: Sequence[Any] | None = None,
     column: str | None = None,
@@ -142,7 +144,8 @@ def answer(
         alphas = reference.halved(rows.x, query) + 0.0
         for value in values:
             mine = kept if groups is None else kept & np.array([group == value for group in groups])
-            for rank, row in enumerate(reference.ranked(rows, alphas, top, largest=not bottom, kept=mine)):
+            sizes = np.abs(alphas) if absolute else alphas
+            for rank, row in enumerate(reference.ranked(rows, sizes, top, largest=not bottom, kept=mine & (sizes >= min_alpha))):
                 named = {} if column is None else {column: names[number]}
                 of = {"group": value} if shown else {}
                 found.append(named | of | {"rank": rank + 1, "alpha": alphas[row]} | describe(rows, row))
@@ -201,7 +204,7 @@ GROUPS: list[tuple[str | None, Callable[[Rows], list[Any] | None], bool]] = [
     condition=st.sampled_from(CONDITIONS),
     per=st.sampled_from(GROUPS),
     top=st.one_of(st.integers(1, 6), st.just(500)),
-    bottom=st.booleans(),
+    order=st.sampled_from([{}, {"bottom": True}, {"absolute": True}, {"min_alpha": 2}, {"absolute": True, "min_alpha": 3.0}]),
     budget_bytes=st.sampled_from([2000, 1 << 20, 1 << 28]),
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
@@ -214,7 +217,7 @@ def test_every_question_is_answered_as_by_the_reference(
     condition: tuple[str | None, Callable[[Rows], ndarray]],
     per: tuple[str | None, Callable[[Rows], list[Any] | None], bool],
     top: int,
-    bottom: bool,
+    order: dict[str, Any],
     budget_bytes: int,
     threads: int,
     seed: int,
@@ -222,13 +225,13 @@ def test_every_question_is_answered_as_by_the_reference(
     rows = FIRST if layer == 0 else SECOND
     queries = np.random.default_rng(seed).integers(-2, 3, (count, rows.x.shape[1])).astype(np.float32)
     store = Store(stores[form], Options(budget_bytes, threads))
-    found = store.query(queries if count > 1 else queries[0], layer=layer, top=top, bottom=bottom, where=condition[0], per=per[0])
+    found = store.query(queries if count > 1 else queries[0], layer=layer, top=top, where=condition[0], per=per[0], **order)
     column = "query" if count > 1 else None
     expected = answer(
         rows,
         queries,
         top,
-        bottom=bottom,
+        **order,
         kept=condition[1](rows),
         groups=per[1](rows),
         column=column,
@@ -404,6 +407,11 @@ COLUMNS = "columns: step, epoch, sample_id, position, label, task$"
         ({"top": 0}, "top: expected a whole number of at least 1, found 0"),
         ({"top": -3}, "top: expected a whole number of at least 1, found -3"),
         ({"top": True}, "top: expected a whole number of at least 1, found True"),
+        ({"bottom": True, "absolute": True}, "bottom: expected without absolute and min_alpha"),
+        ({"bottom": True, "min_alpha": 0}, "bottom: expected without absolute and min_alpha"),
+        ({"min_alpha": math.nan}, "min_alpha: expected a finite number, found nan"),
+        ({"min_alpha": 10**400}, "min_alpha: expected a finite number, found 1000"),
+        ({"min_alpha": "3"}, "min_alpha: expected a finite number, found '3'"),
         ({"x": [1, 2]}, r"query for layer 0 \(layer0\): expected 5 values, or rows of them, found shape \(2,\)"),
         ({"x": [GOOD[:4], GOOD[:4]]}, r"expected 5 values, or rows of them, found shape \(2, 4\)"),
         ({"x": [[GOOD]]}, r"expected 5 values, or rows of them, found shape \(1, 1, 5\)"),

@@ -25,7 +25,7 @@ from dualstore.part import PartWriter
 from dualstore.rows import Labelling, Selector
 from dualstore.scan import Options, Piece, computed, pieces
 from dualstore.schema import Layer, pattern_columns
-from dualstore.sketch import Sketch, build_sketches, read_sketches
+from dualstore.sketch import Sketch, build_sketches, coordinates, read_sketches
 from dualstore.steps import STEPS_SCHEMA, Steps
 from dualstore.topk import top_k
 from tests import reference
@@ -95,23 +95,25 @@ def write_log(folder: Path, rows: Rows, cuts: Sequence[int] = (), group_rows: in
     return Log(sorted(folder.glob("*.parquet")), columns)
 
 
-def search_of(log: Log, folder: str, which: str, *, run_rows: int = 100) -> list[Sketch]:
-    """Sketches of "all" runs of a log, of "some" or of "no" one."""
+def search_of(log: Log, folder: str, which: str, *, rows: int = 100) -> list[Sketch]:
+    """Sketches of "all" segments of a log, of "some" or of "no" one; of so many rows."""
     if which == "no" or not log.rows:
         return []
     index = LayerIndex(Path(folder) / "index", log)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dualstore.sketch.RUN_ROWS", run_rows)
+        width = log.columns[-2].row_width
         patch.setattr("dualstore.sketch._KEY_VALUES", 2)
-        build_sketches(index, log.columns[-2].row_width)
-        found = read_sketches(index, log.columns[-2].row_width)
+        patch.setattr("dualstore.sketch.SEGMENT_BYTES", rows * 4 * (coordinates(width) + 3))
+        build_sketches(index, width)
+        found = read_sketches(index, width)
     return found if which == "all" else found[::2]
 
 
 @pytest.fixture(autouse=True)
 def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches of a few rows at a time that do not give up early, and runs as short as their sketches."""
-    monkeypatch.setattr("dualstore.scan.RUN_ROWS", 100)
+    """Searches and scans of a few rows at a time; searches do not give up early."""
+    for module in ("scan", "search"):
+        monkeypatch.setattr(f"dualstore.{module}.RUN_ROWS", 100)
     for name, value in (("_HEAD_ROWS", 5), ("_BLOCK_ROWS", 30), ("_FIRST_ROWS", 2), ("_FEW_ROWS", 1000)):
         monkeypatch.setattr(f"dualstore.search.{name}", value)
 

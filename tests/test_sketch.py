@@ -1,6 +1,7 @@
 """Sketches: every bound holds, searches read few keys of data that lies near a subspace, and give up where they would not."""
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,18 @@ def test_no_alpha_is_above_its_bound(
         assert (np.abs(bounds - alphas) <= 0.02 * sizes)[sizes > 0].mean() > 0.9  # or the bound would be true and useless
 
 
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of 60 values: two coordinates, 300 rows a segment."""
+    monkeypatch.setattr(sketch, "SEGMENT_BYTES", 300 * 20)
+    monkeypatch.setattr("dualstore.part.MAX_GROUP_ROWS", 64)
+
+
 def fields(found: Any) -> list[tuple[Any, ...]]:
     return [tuple(row.values()) for row in found.to_dicts()]
 
 
+@pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("order", [{}, {"bottom": True}, {"absolute": True}, {"min_alpha": 40.0}, {"per": "label"}], ids=str)
 @pytest.mark.parametrize("where", [None, "label = 1", "step > 5 AND sample_id < 3", "false"])
 @pytest.mark.parametrize("top", [1, 20, 500])
@@ -152,8 +161,9 @@ def test_a_search_that_would_read_most_keys_gives_up(tmp_path: Path) -> None:
     assert found.explain.counts["searches given up"] == 1
 
 
-def test_runs_share_a_basis_until_the_keys_change(tmp_path: Path) -> None:
-    """A query is projected once for all runs whose keys lie alike."""
+def test_segments_share_a_basis_until_the_keys_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query is projected once for all segments whose keys lie alike."""
+    monkeypatch.setattr(sketch, "SEGMENT_BYTES", 400 * 20)
     alike = make_keys("low rank", 800, 60, 0)
     other = make_keys("low rank", 400, 60, 9)[:, ::-1]
     rows = rows_of(np.concatenate([alike, other]).astype(np.float32), steps=12)
@@ -167,51 +177,111 @@ def test_runs_share_a_basis_until_the_keys_change(tmp_path: Path) -> None:
     assert found[1].basis is not found[2].basis
 
 
-def test_parts_without_a_sketch_are_scanned_beside_the_search(tmp_path: Path) -> None:
-    store = store_of(tmp_path / "store", make_keys("low rank", 900, 60, 0).astype(np.float32), flush_every=3)
-    query = np.ones(60, np.float32)
-    expected = fields(store.query(query, layer=0, top=30))
+def sketched(path: Path, count: int = 900) -> tuple[Store, list[Path]]:
+    """A store with its index, and the files of the sketches in the order of the log."""
+    store = store_of(path, make_keys("low rank", count, 60, 0).astype(np.float32), flush_every=3)
     store.build_index()
-    (tmp_path / "store" / "index" / "layer=0" / "part-0-000001.sketch-0.arrow").unlink()
-    found = dualstore.open(tmp_path / "store").query(query, layer=0, top=30)
+    return store, sorted((path / "index" / "layer=0").glob("*.sketch-*.arrow"))
+
+
+QUERY = np.ones(60, np.float32)
+
+
+def scanned(store: Store, **asked: Any) -> list[tuple[Any, ...]]:
+    """The answer without an index."""
+    hidden = store.path / "index"
+    hidden.rename(store.path / "aside")
+    found = fields(dualstore.open(store.path).query(QUERY, layer=0, **asked))
+    (store.path / "aside").rename(hidden)
+    return found
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_segment_may_reach_over_parts_and_begin_within_one(tmp_path: Path) -> None:
+    store, files = sketched(tmp_path / "store")
+    assert [path.name.split(".")[0][-1] for path in files] == ["0", "0", "1", "2"]
+    spans = [(found.first, found.end) for found in read_sketches(store.index(store.layer(0)), 60)]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == 900
+    assert all(end == first for (_, end), (first, _) in pairwise(spans))
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("per", [None, "label"])
+def test_segments_without_a_sketch_are_scanned_beside_the_search(tmp_path: Path, per: str | None) -> None:
+    store, files = sketched(tmp_path / "store")
+    expected = scanned(store, top=30, per=per)
+    files[1].unlink()
+    found = dualstore.open(tmp_path / "store").query(QUERY, layer=0, top=30, per=per)
     assert fields(found) == expected
     assert found.explain is not None
     assert set(found.explain.seconds) == {"scan", "search"}
 
 
+@pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("how", ["truncated", "flipped"])
 def test_a_damaged_sketch_is_left_aside(tmp_path: Path, how: str) -> None:
-    store = store_of(tmp_path / "store", make_keys("low rank", 900, 60, 0).astype(np.float32), flush_every=3)
-    query = np.ones(60, np.float32)
-    expected = fields(store.query(query, layer=0))
-    store.build_index()
-    file = tmp_path / "store" / "index" / "layer=0" / "part-0-000001.sketch-0.arrow"
-    data = bytearray(file.read_bytes())
+    store, files = sketched(tmp_path / "store")
+    expected = scanned(store)
+    data = bytearray(files[1].read_bytes())
     if how == "truncated":
         del data[-500:]
     else:
         data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    files[1].write_bytes(data)
     opened = dualstore.open(tmp_path / "store")
-    with pytest.warns(DualstoreWarning, match=r"sketch-0\.arrow: the index is"):
-        assert fields(opened.query(query, layer=0)) == expected
+    with pytest.warns(DualstoreWarning, match=r"sketch-\d+\.arrow: the index is"):
+        assert fields(opened.query(QUERY, layer=0)) == expected
     opened.build_index()
-    found = dualstore.open(tmp_path / "store").query(query, layer=0)
+    found = dualstore.open(tmp_path / "store").query(QUERY, layer=0)
     assert found.explain is not None
     assert set(found.explain.seconds) == {"search"}
 
 
+@pytest.mark.usefixtures("small_segments")
+def test_new_parts_make_the_last_segment_longer(tmp_path: Path) -> None:
+    """What is before it stays as it is; what fits no longer goes away."""
+    store, _ = sketched(tmp_path / "store")
+    steps = sorted((tmp_path / "store" / "steps").glob("*.parquet"))
+    last = tmp_path / "store" / "patterns" / "layer=0" / steps[-1].name
+    kept = last.read_bytes()
+    last.unlink()
+    before = dualstore.open(tmp_path / "store")
+    before.build_index()
+    files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store" / "index" / "layer=0").glob("*.sketch-*")}
+    last.write_bytes(kept)
+    after = dualstore.open(tmp_path / "store")
+    after.build_index()
+    now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "store" / "index" / "layer=0").glob("*.sketch-*")}
+    assert len(set(files.items()) & set(now.items())) == len(files) - 1
+    assert [found.end for found in read_sketches(after.index(after.layer(0)), 60)][-1] == 900
+    assert fields(after.query(QUERY, layer=0)) == scanned(store)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_segments_that_overlap_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a build leaves them that was stopped half way."""
+    store, files = sketched(tmp_path / "store")
+    old = {path: path.read_bytes() for path in files[1:]}
+    monkeypatch.setattr(sketch, "SEGMENT_BYTES", 1 << 20)
+    dualstore.open(tmp_path / "store").build_index()
+    assert not files[1].exists()
+    for path, data in old.items():
+        path.write_bytes(data)
+    opened = dualstore.open(tmp_path / "store")
+    assert [(found.first, found.end) for found in read_sketches(opened.index(opened.layer(0)), 60)] == [(0, 900)]
+    assert fields(opened.query(QUERY, layer=0, top=50)) == scanned(store, top=50)
+
+
 def test_files_that_cannot_be_mapped_are_not_sketched(tmp_path: Path) -> None:
-    store = store_of(tmp_path / "store", make_keys("low rank", 900, 60, 0).astype(np.float32), flush_every=3)
+    store, _ = sketched(tmp_path / "store")
     part = tmp_path / "store" / "patterns" / "layer=0" / "part-0-000001.parquet"
     pq.write_table(pq.read_table(part), part, compression="zstd")
     store = dualstore.open(tmp_path / "store")
-    expected = fields(store.query(np.ones(60), layer=0))
     store.build_index()
-    names = {path.name for path in (tmp_path / "store" / "index" / "layer=0").glob("*sketch*")}
-    assert "part-0-000000.sketch-0.arrow" in names
-    assert "part-0-000001.sketch-0.arrow" not in names
-    assert fields(store.query(np.ones(60), layer=0)) == expected
+    names = sorted(path.name for path in (tmp_path / "store" / "index" / "layer=0").glob("*sketch*"))
+    assert names == ["part-0-000000.sketch-0.arrow", "part-0-000002.sketch-0.arrow"]
+    assert fields(store.query(QUERY, layer=0)) == scanned(store)
 
 
 def test_an_empty_layer_has_no_sketch(tmp_path: Path) -> None:
