@@ -71,8 +71,22 @@ def anonymous_bytes() -> int:
     )
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
+def arguments(description: str | None, *, store: bool = False) -> argparse.ArgumentParser:
     """A parser with the options that benchmarks of the MNIST run share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=Path, default=None, help="folder with the IDX files; also $DUALSTORE_DATA")
+    if store:
+        parser.add_argument("--store", type=Path, help="a store of the MNIST run; by default it is recorded first")
     return parser
+
+
+def mnist_run(options: argparse.Namespace, folder: Path) -> Path:
+    """The store of the paper's MNIST run that `--store` names, or one recorded now."""
+    path: Path = options.store or folder / "store"
+    if not (path / "store.json").exists():
+        from dualstore.datasets import load_idx
+        from dualstore.training import Phase, Settings, prepare, run_phases
+
+        data = prepare(load_idx("mnist", options.data), task="mnist")
+        run_phases(path, [Phase([data], 5000)], Settings(), progress=lambda done, total: None)
+    return path

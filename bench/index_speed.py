@@ -1,10 +1,9 @@
-"""What does the index save? Queries, totals and votes on the paper's MNIST run against brute force, and as the log grows.
+"""What does the index save? Queries on the paper's MNIST run against brute force.
 
 Answers are asserted equal to brute force before any time is printed. Brute force: numpy over a memory map, torch in memory,
 and, where they are installed (extra `bench`), faiss and usearch; DuckDB on a table in memory.
 """
 
-import os
 import shutil
 import statistics
 import time
@@ -16,34 +15,26 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import torch
-from common import arguments, machine, seconds, spread, work_folder
+from common import arguments, machine, mnist_run, seconds, spread, work_folder
 
 import dualstore
-from dualstore.datasets import load_idx
 from dualstore.kernels import exact_dots
 from dualstore.store import Store
-from dualstore.training import Phase, Settings, prepare, run_phases
 
 CONDITIONS = {None: lambda rows: rows["step"] >= 0, "label = 3": lambda rows: rows["label"] == 3}
 K = 20
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--store", type=Path, help="a store of the MNIST run; by default it is recorded first")
+    parser = arguments(__doc__, store=True)
     parser.add_argument("--probes", type=int, default=100, help="queries timed, and compared for k = 20")
     options = parser.parse_args()
     print(machine(), f"torch {torch.__version__}")
     with work_folder() as folder:
-        path = options.store or folder / "store"
-        if not (path / "store.json").exists():
-            data = prepare(load_idx("mnist", options.data), task="mnist")
-            run_phases(path, [Phase([data], 5000)], Settings(), progress=lambda done, total: None)
+        path = mnist_run(options, folder)
         build(path)
         for layer in (2, 1):
             compare(dualstore.open(path), layer, options.probes, folder)
-        for layer in (2, 1):
-            growth(path, layer, options.probes, folder)
 
 
 def build(path: Path) -> None:
@@ -148,57 +139,6 @@ def brute_force(
     text = f"SELECT row FROM arrow ORDER BY array_inner_product(x, $q::FLOAT[{keys.shape[1]}]) DESC LIMIT {K}"
     found.append(("DuckDB over Arrow", lambda: database.execute(text, {"q": query.tolist()}).fetchall(), None))
     return found
-
-
-def growth(path: Path, number: int, probes: int, folder: Path) -> None:
-    """Times of a query, totals and votes over the first parts of the log."""
-    print(f"layer {number}: as the log grows (medians of {probes} queries)")
-    first: list[float] = []
-    names = sorted(file.name for file in (path / "steps").glob("*.parquet"))
-    for share in (0.25, 0.5, 1.0):
-        copy = folder / f"growth-{number}-{share}"
-        shutil.rmtree(copy, ignore_errors=True)
-        kept = prefix(path, copy, names, share * len(dualstore.open(path).steps.numbers) - 1)
-        store = dualstore.open(copy)
-        queries = np.concatenate([g.part.mapping.array(g, "x") for g in store.probes(store.layer(number)).groups])
-        queries = queries[:: len(queries) // probes][:probes]
-        for query in queries[:5]:
-            store.query(query, layer=number, top=K)
-        each = [statistics.median(seconds(partial(store.query, q, layer=number, top=K), runs=3, warm=False)) for q in queries]
-        asked = [
-            statistics.median(each),
-            statistics.median(seconds(partial(store.totals, queries[0], layer=number, by="label,task"), runs=5)),
-            statistics.median(seconds(partial(store.votes, number), runs=3)),
-        ]
-        first = first or asked
-        shown = "; ".join(
-            f"{name} {1e3 * t:.1f} ms ({t / t0:.2f} x)"
-            for name, t, t0 in zip(("query", "totals", "votes"), asked, first, strict=True)
-        )
-        rows = store.patterns(store.layer(number)).rows
-        print(f"  {rows:,} rows, {kept} parts: {shown}")
-        shutil.rmtree(copy)
-
-
-def prefix(path: Path, copy: Path, names: list[str], steps: float) -> int:
-    """A store of the first parts of another, about so many steps, by links; with its own index. Returns the number of parts."""
-    kept: list[str] = []
-    for name in names:
-        kept.append(name)
-        if (
-            duckdb.execute("SELECT max(step) FROM read_parquet($file)", {"file": str(path / "steps" / name)}).fetchall()[0][0]
-            >= steps
-        ):
-            break
-    for source in path.rglob("*"):
-        target = copy / source.relative_to(path)
-        folder = source.relative_to(path).parts[0]
-        if source.is_dir() or folder == "index" or (folder in ("patterns", "steps") and source.name not in kept):
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.link(source, target)
-    dualstore.open(copy).build_index()
-    return len(kept)
 
 
 if __name__ == "__main__":

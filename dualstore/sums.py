@@ -172,15 +172,15 @@ def _joined(found: Sequence[tuple[int, pa.Table]]) -> Cells:
 
 
 class Rest:
-    """Selects the rows that `select` chooses outside some cells. Holds 24 bytes a cell."""
+    """Selects the rows that `select` chooses outside some cells. Holds 32 bytes a cell."""
 
     def __init__(self, select: Select) -> None:
         self._select = select
-        self._cells: list[tuple[ndarray, ndarray, ndarray]] = []
+        self._cells: list[tuple[ndarray, ndarray, ndarray, ndarray]] = []
 
     def leave_out(self, cells: Cells, chosen: Bool[ndarray, " c"]) -> None:
         """Leaves out the rows of some of the cells; cells come in the order of the log."""
-        self._cells.append((cells.first[chosen], cells.end[chosen], cells.codes[chosen]))
+        self._cells.append((cells.first[chosen], cells.end[chosen], cells.codes[chosen], cells.count[chosen]))
         self.__dict__.pop("_joined", None)
 
     def __call__(self, mapping: Mapping, groups: Sequence[Group]) -> Selection:
@@ -198,18 +198,20 @@ class Rest:
         return Selection(found.rows[kept], None if found.codes is None else found.codes[kept])
 
     @cached_property
-    def _joined(self) -> tuple[ndarray, ndarray, ndarray]:
-        """First row, end and code of the cells."""
+    def _joined(self) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+        """First row, end, code and count of the cells."""
         none = np.zeros(0, np.int64)
-        first, end, code = (np.concatenate(found) for found in zip((none, none, none), *self._cells, strict=True))
-        return first, end, code
+        first, end, code, count = (np.concatenate(found) for found in zip((none,) * 4, *self._cells, strict=True))
+        return first, end, code, count
 
     def _left(self, mapping: Mapping, group: Group) -> Bool[ndarray, " n"] | None:
         """Which rows of a group are outside the cells; None for all."""
-        firsts, ends, codes = self._joined
+        firsts, ends, codes, counts = self._joined
         low, high = np.searchsorted(firsts, [group.first, group.first + group.rows])  # a bucket lies within a group
         if low == high:
             return None
+        if counts[low:high].sum() == group.rows:  # its rows need not be looked at
+            return np.zeros(group.rows, bool)
         mine = np.arange(low, high)
         code = _code(mapping.array(group, "task"), mapping.array(group, "label"))
         left = np.ones(group.rows, bool)
