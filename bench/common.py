@@ -90,3 +90,18 @@ def mnist_run(options: argparse.Namespace, folder: Path) -> Path:
         data = prepare(load_idx("mnist", options.data), task="mnist")
         run_phases(path, [Phase([data], 5000)], Settings(), progress=lambda done, total: None)
     return path
+
+
+def make_cgroup(size: int) -> Path | None:
+    """A new memory cgroup (v1 or v2) of so many bytes; None where none can be made."""
+    for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        group = root / f"dualstore-bench-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(size))
+        except OSError:
+            if group.is_dir():
+                group.rmdir()
+            continue
+        return group
+    return None

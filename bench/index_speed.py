@@ -21,8 +21,12 @@ import dualstore
 from dualstore.kernels import exact_dots
 from dualstore.store import Store
 
-CONDITIONS = {None: lambda rows: rows["step"] >= 0, "label = 3": lambda rows: rows["label"] == 3}
 K = 20
+Rows = dict[str, np.ndarray]
+Conditions = dict[str | None, Callable[[Rows], np.ndarray]]
+EVERYTHING: Conditions = {None: lambda rows: rows["step"] >= 0}
+DIGITS = EVERYTHING | {"label = 3": lambda rows: rows["label"] == 3}
+NAMES = ("step", "sample_id", "position", "label")
 
 
 def main() -> None:
@@ -34,7 +38,7 @@ def main() -> None:
         path = mnist_run(options, folder)
         build(path)
         for layer in (2, 1):
-            compare(dualstore.open(path), layer, options.probes, folder)
+            compare(dualstore.open(path), layer, options.probes, folder, DIGITS)
 
 
 def build(path: Path) -> None:
@@ -63,25 +67,25 @@ def arrays(store: Store, layer: int) -> list[np.ndarray]:
     return [group.part.mapping.array(group, "x") for group in store.patterns(store.layer(layer)).groups]
 
 
-def compare(store: Store, number: int, probes: int, folder: Path) -> None:
+def compare(store: Store, number: int, probes: int, folder: Path, conditions: Conditions) -> None:
     """One layer: equality for several k and conditions, then times."""
     layer = store.layer(number)
     log = store.patterns(layer)
-    rows = {name: np.concatenate([g.part.mapping.array(g, name) for g in log.groups]) for name in ("step", "sample_id", "label")}
+    rows = {name: np.concatenate([g.part.mapping.array(g, name) for g in log.groups]) for name in NAMES}
     keys = np.concatenate(arrays(store, number))
     queries = np.concatenate([g.part.mapping.array(g, "x") for g in store.probes(layer).groups])
     queries = np.ascontiguousarray(queries[:: len(queries) // probes][:probes])
     for index, query in enumerate(queries):
         sizes = (1, K, 500) if index < 10 else (K,)
-        for where, select in CONDITIONS.items() if index < 10 else [(None, CONDITIONS[None])]:
+        for where, select in (conditions if index < 10 else EVERYTHING).items():
             kept = np.flatnonzero(select(rows))
             alphas = keys[kept] @ query
             near = kept[np.argpartition(-alphas, 2000)[:2000]]  # far more than the rounding of a product can move
             exact = exact_dots(keys[near], query)
-            order = near[np.lexsort((near, rows["sample_id"][near], rows["step"][near], -exact))]
+            order = near[np.lexsort((near, *(rows[name][near] for name in ("position", "sample_id", "step")), -exact))]
             for k in sizes:
                 found = store.query(query, layer=number, top=k, where=where).to_arrow()
-                for name in ("step", "sample_id", "label"):
+                for name in NAMES:
                     assert np.array_equal(found[name].to_numpy(), rows[name][order[:k]]), (number, index, where, k)
     print(f"layer {number}: {len(keys):,} keys of {keys.shape[1]}; {probes} probes, k = {K}, equal to brute force")
     costs = [store.query(query, layer=number, top=K).explain for query in queries]

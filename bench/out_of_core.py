@@ -11,10 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from common import arguments, drop_cache, machine, work_folder
-
-from dualstore.datasets import load_idx
-from dualstore.training import Phase, Settings, prepare, run_phases
+from common import arguments, drop_cache, machine, make_cgroup, mnist_run, work_folder
 
 LIMIT = 1 << 30
 
@@ -27,21 +24,6 @@ out.append(store.totals(test_id=42, layer=2, by="label").to_dicts())
 print(json.dumps(out))
 print(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1], file=sys.stderr)
 """
-
-
-def make_cgroup() -> Path | None:
-    """A new memory cgroup of LIMIT bytes; None where none can be made."""
-    for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
-        group = root / f"dualstore-bench-{os.getpid()}"
-        try:
-            group.mkdir()
-            (group / limit).write_text(str(LIMIT))
-        except OSError:
-            if group.is_dir():
-                group.rmdir()
-            continue
-        return group
-    return None
 
 
 def ask(store: Path, group: Path | None) -> tuple[str, int, float]:
@@ -59,19 +41,15 @@ def ask(store: Path, group: Path | None) -> tuple[str, int, float]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--store", type=Path, help="a store of the MNIST run; by default it is recorded first")
+    parser = arguments(__doc__, store=True)
     options = parser.parse_args()
-    group = make_cgroup()
+    group = make_cgroup(LIMIT)
     if group is None:
         print("skipped: no memory cgroup can be made here (needs root and cgroup v1 or v2 with the memory controller)")
         return
     try:
         with work_folder() as folder:
-            store = options.store or folder / "store"
-            if not (store / "store.json").exists():
-                data = prepare(load_idx("mnist", options.data), task="mnist")
-                run_phases(store, [Phase([data], 5000)], Settings(), progress=lambda done, total: None)
+            store = mnist_run(options, folder)
             parts = sorted((store / "patterns").rglob("*.parquet"))
             size = sum(path.stat().st_size for path in parts)
             print(machine(), f"log {size / 1e9:.2f} GB, limit {LIMIT / 1e9:.2f} GB")

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +56,32 @@ class LayerIndex:
                 warnings.warn(text, DualstoreWarning, stacklevel=2)
         return self._tables[key]
 
-    def write(self, parts: Sequence[Part], kind: str, table: pa.Table, extra: Mapping[str, bytes] | None = None) -> None:
+    def write(
+        self,
+        parts: Sequence[Part],
+        kind: str,
+        table: pa.Table,
+        extra: Mapping[str, bytes] | None = None,
+        *,
+        after: int = 0,
+    ) -> None:
         """Makes `table` that of some consecutive parts; `extra` goes with it as metadata.
 
-        Raises StoreError where it cannot be written.
+        The first `after` of the parts are only those that it refers to. Raises StoreError where it cannot be written.
         """
         table = table.combine_chunks().replace_schema_metadata(extra)
-        note = {"format": _FORMAT, "kind": kind, "parts": len(parts), "of": self._fingerprint(parts), "crc": _checksum(table)}
+        note = {"format": _FORMAT, "kind": kind, "after": after, "parts": len(parts)}
+        note |= {"of": self._fingerprint(parts), "crc": _checksum(table)}
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, table.schema.with_metadata({**(extra or {}), _NOTE: json.dumps(note)})) as writer:
             writer.write_table(table)
-        path = self._path(parts[0], kind)
+        part = parts[after]
+        path = self._path(part, kind)
         try:
             write_whole(path, memoryview(sink.getvalue()))
         except OSError as error:
             raise StoreError(f"{path}: cannot be written: {error.strerror}; everything works without it, slower") from error
-        self._tables.pop((parts[0].path, kind), None)
+        self._tables.pop((part.path, kind), None)
         self.kept.clear()
 
     def kinds(self, kind: str) -> set[tuple[str, str]]:
@@ -98,7 +109,7 @@ class LayerIndex:
             table.validate()
             note = json.loads(extra.pop(_NOTE.encode()))
             table = table.replace_schema_metadata(extra)
-            first = self.log.parts.index(part)
+            first = max(0, self.log.parts.index(part) - int(note["after"]))
             of = self._fingerprint(self.log.parts[first : first + int(note["parts"])])
             expected = {"format": _FORMAT, "kind": kind, "of": of, "crc": _checksum(table)}
             wrong = [name for name, value in expected.items() if note[name] != value]
@@ -111,7 +122,8 @@ class LayerIndex:
         return (None, f"damaged ({', '.join(wrong)})") if wrong else (table, "")
 
     def _fingerprint(self, parts: Sequence[Part]) -> str:
-        return ",".join(self._fingerprints[part.path] for part in parts)
+        found = [self._fingerprints[part.path] for part in parts]
+        return found[0] if len(found) == 1 else sha256(",".join(found).encode()).hexdigest()
 
     @cached_property
     def _fingerprints(self) -> dict[Path, str]:

@@ -1,19 +1,32 @@
-"""Rows gathered by equal keys: what comes again in every epoch, as the inputs of a first layer do, is multiplied once."""
+"""Rows of equal keys: what comes again in every epoch, as the inputs of a first layer do, is multiplied once.
+
+The index notes for each row of a part in which keys come again the first row of the log whose key has the same bits.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 from numpy import ndarray
 
-from dualstore.log import Log
+from dualstore.index import LayerIndex, values
+from dualstore.kernels import exact_dots
+from dualstore.log import Group, Log
 from dualstore.rows import Select
 from dualstore.scan import Piece, pieces
-from dualstore.shapes import Bool, Float, Int32, Int64
+from dualstore.shapes import Bool, Float, Float64, Int32, Int64
 
-__all__ = ["Repeats", "gather_repeats"]
+__all__ = ["Alphas", "Repeats", "build_repeats", "gather_repeats"]
 
+KIND = "repeats"
+SCHEMA = pa.schema([pa.field("first", pa.int64(), nullable=False)])
+MOST_KEYS = 1 << 20
+"""Keys that are looked for again: what is held of each takes 16 bytes."""
 _BLOCK_ROWS = 4096
+_TRIES = 4096
+_SHARE = 8
+"""Where fewer than one in so many of the first _TRIES rows that might come again do, a layer's keys do not."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,112 @@ def gather_repeats(log: Log, select: Select, limit: int, other: Callable[[Piece,
         if not same.all():
             other(piece, np.flatnonzero(~same))
     return found
+
+
+def build_repeats(index: LayerIndex, progress: Callable[[int], None] = lambda rows: None) -> None:
+    """Notes where keys come again; for layers in which they hardly do, nothing.
+
+    Memory: two numbers for each of at most MOST_KEYS keys, and one for each row of a part.
+    """
+    finder, done = _Finder(index.log), 0
+    kept: set[tuple[str, str]] = set()
+    for number, (part, start, groups) in enumerate(index.log.by_part()):
+        table = index.table(part, KIND, SCHEMA, warn=False)
+        own = np.arange(start, start + part.metadata.num_rows)
+        firsts = own.copy() if table is None else values(table, "first")
+        for group in groups:
+            finder.look(group, firsts[group.first - start :][: group.rows], compare=table is None)
+            progress(group.rows)
+            done += group.rows
+            if finder.hopeless:
+                break
+        if finder.hopeless:
+            kept.clear()
+            break
+        if (firsts != own).any():
+            kept.add((part.path.stem, KIND))
+            if table is None:
+                index.write(index.log.parts[: number + 1], KIND, pa.table({"first": firsts}, schema=SCHEMA), after=number)
+    progress(index.log.rows - done)
+    index.remove_others(KIND, kept)
+
+
+class _Finder:
+    """Finds for the rows of one group after another the first row of the same sample, position, label and key."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._names: Int64[ndarray, " u"] = np.zeros(0, np.int64)
+        self._rows: Int64[ndarray, " u"] = np.zeros(0, np.int64)
+        self._tried = self._equal = 0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether keys hardly come again, as those behind a layer that learns."""
+        return self._tried >= _TRIES and self._equal * _SHARE < self._tried
+
+    def look(self, group: Group, firsts: Int64[ndarray, " n"], *, compare: bool) -> None:
+        """Where keys are to be compared, sets `firsts`, the rows' own numbers, to those of equal keys."""
+        mapping = group.part.mapping
+        name = _mixed(*(mapping.array(group, column) for column in ("sample_id", "position", "label")))
+        if not compare:
+            found = int((firsts != np.arange(group.first, group.first + group.rows)).sum())
+            self._tried, self._equal = self._tried + found, self._equal + found
+        elif mapping.column(group, "x") is not None:
+            again, keys = np.flatnonzero(_known(self._names, name)), mapping.array(group, "x")
+            for start in range(0, len(again), _BLOCK_ROWS):
+                some = again[start : start + _BLOCK_ROWS]
+                rows = self._rows[np.searchsorted(self._names, name[some])]
+                same = _same_bits(keys[some], self._log.take(["x"], rows)["x"])
+                firsts[some[same]] = rows[same]
+                self._tried, self._equal = self._tried + len(some), self._equal + int(same.sum())
+        if len(self._names) < MOST_KEYS:
+            fresh, at = np.unique(name, return_index=True)
+            new = np.flatnonzero(~_known(self._names, fresh))[: MOST_KEYS - len(self._names)]
+            places = np.searchsorted(self._names, fresh[new])
+            self._names = np.insert(self._names, places, fresh[new])
+            self._rows = np.insert(self._rows, places, firsts[at[new]])
+
+
+class Alphas:
+    """Alpha of one query at the rows of pieces, in the order of the log; keys that are known to come again are read once.
+
+    Held: row and alpha of each key that comes again.
+    """
+
+    def __init__(self, index: LayerIndex, query: Float[ndarray, " d"]) -> None:
+        self._index, self._query = index, query
+        self._starts = {part.path: start for part, start, _ in index.log.by_part()}
+        self._rows: Int64[ndarray, " u"] = np.zeros(0, np.int64)
+        self._alphas: Float64[ndarray, " u"] = np.zeros(0)
+        self.keys_read = self.index_bytes = 0
+
+    def of(self, piece: Piece) -> Float64[ndarray, " s"]:
+        """Alpha of the selected rows of a piece: the bits of `exact_dots`."""
+        table = self._index.table(piece.group.part, KIND, SCHEMA)
+        if table is None:
+            self.keys_read += len(piece.local)
+            return exact_dots(piece.selected_keys(slice(None)), self._query)
+        start = self._starts[piece.group.part.path]
+        numbers = piece.group.first + piece.local
+        firsts = values(table, "first")[numbers - start]
+        self.index_bytes += firsts.nbytes
+        again = firsts != numbers
+        alphas = np.empty(len(numbers))
+        single = np.flatnonzero(~again)
+        self.keys_read += len(single)
+        alphas[single] = exact_dots(piece.selected_keys(single), self._query)
+        alphas[again] = self._of_firsts(firsts[again])
+        return alphas
+
+    def _of_firsts(self, firsts: Int64[ndarray, " n"]) -> Float64[ndarray, " n"]:
+        new = np.unique(firsts[~_known(self._rows, firsts)])
+        if len(new):
+            self.keys_read += len(new)
+            places = np.searchsorted(self._rows, new)
+            found = exact_dots(self._index.log.take(["x"], new)["x"], self._query)
+            self._rows, self._alphas = np.insert(self._rows, places, new), np.insert(self._alphas, places, found)
+        return self._alphas[np.searchsorted(self._rows, firsts)]
 
 
 def _mixed(sample: Int64[ndarray, " n"], position: Int32[ndarray, " n"], label: Int32[ndarray, " n"]) -> Int64[ndarray, " n"]:

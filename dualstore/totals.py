@@ -9,8 +9,8 @@ from numpy import ndarray
 
 from dualstore.errors import QueryError
 from dualstore.explain import Explain
-from dualstore.kernels import exact_dots
 from dualstore.probes import Queries
+from dualstore.repeats import Alphas
 from dualstore.result import Result
 from dualstore.rows import Labelling, Select, Selector
 from dualstore.scan import RUN_ROWS, pieces
@@ -29,15 +29,20 @@ _ROWS_PER_STEP = 4
 """Steps of cells are looked at one by one where their rows are so many times more."""
 
 
-def attention(store: "Store", layer: Layer, query: ndarray, select: Select) -> Iterator[pa.Table]:
+def attention(store: "Store", layer: Layer, query: ndarray, select: Select, explain: Explain | None = None) -> Iterator[pa.Table]:
     """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log.
 
     alpha is `exact_dots`: the same bits as in a ranking.
     """
+    index = store.index(layer)
+    alphas = Alphas(index, query)
     block_rows = max(64, store.options.budget_bytes // 8 // query.nbytes)
-    for piece in pieces(store.patterns(layer), select, block_rows):
+    for piece in pieces(index.log, select, block_rows):
         rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
-        yield rows.append_column("alpha", pa.array(exact_dots(piece.selected_keys(slice(None)), query)))
+        yield rows.append_column("alpha", pa.array(alphas.of(piece)))
+    if explain is not None:
+        explain.rows_read += alphas.keys_read
+        explain.index_bytes += alphas.index_bytes
 
 
 def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where: str | None, absolute: bool) -> Result:
@@ -73,8 +78,7 @@ def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where
                     sums.add(_named(each, name, number), counts)
     with explain.phase("scan"):
         for vector, number in zip(queries.vectors, queries.names, strict=True):
-            for rows in attention(store, layer, vector, rest):
-                explain.rows_read += rows.num_rows
+            for rows in attention(store, layer, vector, rest, explain):
                 sums.add(_named(rows, name, number))
     with explain.phase("group"):
         table = sums.result(name)
