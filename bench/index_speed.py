@@ -15,7 +15,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import torch
-from common import arguments, machine, mnist_run, seconds, spread, work_folder
+from common import arguments, drop_cache, machine, mnist_run, seconds, spread, work_folder
 
 import dualstore
 from dualstore.kernels import exact_dots
@@ -39,6 +39,7 @@ def main() -> None:
         build(path)
         for layer in (2, 1):
             compare(dualstore.open(path), layer, options.probes, folder, DIGITS)
+            cold(path, layer)
 
 
 def build(path: Path) -> None:
@@ -74,6 +75,7 @@ def compare(store: Store, number: int, probes: int, folder: Path, conditions: Co
     rows = {name: np.concatenate([g.part.mapping.array(g, name) for g in log.groups]) for name in NAMES}
     keys = np.concatenate(arrays(store, number))
     queries = np.concatenate([g.part.mapping.array(g, "x") for g in store.probes(layer).groups])
+    queries = queries[queries.any(axis=1)]  # of zeros all are equally good
     queries = np.ascontiguousarray(queries[:: len(queries) // probes][:probes])
     for index, query in enumerate(queries):
         sizes = (1, K, 500) if index < 10 else (K,)
@@ -105,6 +107,27 @@ def compare(store: Store, number: int, probes: int, folder: Path, conditions: Co
         print(f"  {name:24} one {spread(times, 1e3)} ms; 64 at once {spread(times_many, 1e3)} ms")
     gain, gain_many = best / statistics.median(ours), best_many / statistics.median(ours_many)
     print(f"  faster than the best: one query {gain:.1f} x, 64 at once {gain_many:.1f} x")
+
+
+def cold(path: Path, number: int) -> None:
+    """The first query of a store that was just opened and is not in the page cache, with and without the index."""
+
+    def drop() -> None:
+        drop_cache([file for folder in ("patterns", "index", "aside") for file in (path / folder).rglob(f"layer={number}/*")])
+
+    def first() -> list[dict[str, object]]:
+        return dualstore.open(path).query(test_id=42, layer=number, top=K).to_dicts()
+
+    expected = first()
+    searched = seconds(first, runs=3, warm=False, before=drop)
+    (path / "index").rename(path / "aside")
+    try:
+        assert first() == expected
+        scanned = seconds(first, runs=3, warm=False, before=drop)
+    finally:
+        (path / "aside").rename(path / "index")
+    gain = statistics.median(scanned) / statistics.median(searched)
+    print(f"  cold, first query: {spread(searched, 1e3)} ms; by scan {spread(scanned, 1e3)} ms; {gain:.1f} x")
 
 
 def brute_force(

@@ -23,8 +23,12 @@ _HEAD_ROWS = 512
 """Rows of each sketch, of the largest norms, that a search begins with."""
 _FIRST_ROWS = 256
 """Rows of each query that are read together first; then four times as many."""
+_MANY_ROWS = 4096
+"""Rows that wait for a query before the best of them are read."""
 _BLOCK_ROWS = 16_384
 """Rows that are bounded at once."""
+_BLOCK_PAIRS = 131_072
+"""Bounds that are looked at at once."""
 _GATHER_COST = 16
 """How many times dearer than in a scan a row is that is read alone."""
 _FEW_ROWS = 4096
@@ -46,14 +50,14 @@ class Search:
         self._largest = max(sketch.largest for sketch in sketches)
         self._rows = sum(len(sketch.row) for sketch in sketches)
         self._seen: Int64[ndarray, " p"] = np.zeros(0, np.int64)
-        """Pairs whose alpha was taken, or whose row the condition leaves out: query times rows of the log, plus row."""
+        """Pairs whose alpha was taken, or whose row the condition leaves out, sorted: query times rows of the log, plus row."""
         queries = len(best.scaled)
         self._held = max(1, options.budget_bytes // 4 // _PAIR_BYTES)
         """Pairs that may be in memory."""
         self._price = min(max(_FEW_ROWS, self._rows // _GATHER_COST) * queries, self._held)
         """Pairs that may be taken one by one before a scan costs less."""
         self._left = self._price
-        self._block = max(1, min(_BLOCK_ROWS, self._held // queries))
+        self._block = max(1, min(_BLOCK_ROWS, _BLOCK_PAIRS // queries))
 
     def run(self) -> bool:
         """Whether `best` now holds the best rows of the sketches, too; if not, only a scan tells."""
@@ -69,7 +73,7 @@ class Search:
     def _all_together(self) -> bool:
         head = max(1, min(_HEAD_ROWS, self._held // (len(self._asked) * len(self._best.scaled))))
         while not self._warm(head):
-            if head >= self._rows or self._left <= 0 or head * len(self._asked) > 8 * self._block:
+            if head >= self._rows or self._left <= 0 or head * len(self._asked) * len(self._best.scaled) > 4 * _BLOCK_PAIRS:
                 return False
             head *= 8
         return self._finish()
@@ -91,24 +95,43 @@ class Search:
 
     def _finish(self) -> bool:
         """Takes every pair whose bound is not below the query's k-th best alpha, the largest bounds first."""
-        cuts = self._best.cuts(self._largest)[:, 0]
         found: list[tuple[ndarray, ndarray, ndarray]] = []
-        left = self._left
+        waiting, many = 0, _MANY_ROWS * len(self._best.scaled)
         for asked in self._asked:
+            start, cuts = 0, self._best.cuts(self._largest)[:, 0]
             reach = asked.reach(cuts, self._best.scaled_norm)
-            for start in range(0, reach, self._block):
+            while start < reach:
                 stop = min(reach, start + self._block)
                 bounds = asked.bounds(start, stop)
                 self._count(stop - start)
                 at, query = np.divmod(np.flatnonzero(~(bounds < cuts)), len(cuts))
-                left -= len(at)
-                if left < 0:
-                    return False
                 found.append((_numbers(asked.sketch, start + at), query, bounds[at, query]))
+                waiting, start = waiting + len(at), stop
+                if waiting > many:
+                    found = [self._sift(*map(np.concatenate, zip(*found, strict=True)))]
+                    waiting = len(found[0][0])
+                    if waiting > self._left:
+                        return False
+                    many = max(many, 2 * waiting)
+                    cuts = self._best.cuts(self._largest)[:, 0]
+                    reach = asked.reach(cuts, self._best.scaled_norm)
+        if waiting > self._left:
+            return False
         if found:
             row, query, bound = map(np.concatenate, zip(*found, strict=True))
             self._take_in_order(row, query, np.zeros_like(row), bound)
         return self._left >= 0
+
+    def _sift(
+        self, row: Int64[ndarray, " p"], query: Int64[ndarray, " p"], bound: Float32[ndarray, " p"]
+    ) -> tuple[Int64[ndarray, " r"], Int64[ndarray, " r"], Float32[ndarray, " r"]]:
+        """Takes the most promising of many pairs, which raises the cuts; returns those that are still not below them."""
+        order = _by_promise(query, bound)
+        row, query, bound = row[order], query[order], bound[order]
+        now = rank_within(query, np.zeros_like(query)) < max(2 * self._best.k, _FIRST_ROWS)
+        self._take(row[now], query[now])
+        kept = np.flatnonzero(~now & ~(bound < self._best.cuts(self._largest)[query, 0]))
+        return row[kept], query[kept], bound[kept]
 
     def _one_by_one(self) -> bool:
         self._left = self._price
@@ -148,11 +171,12 @@ class Search:
         self, row: Int64[ndarray, " p"], query: Int64[ndarray, " p"], code: Int64[ndarray, " p"], bound: Float32[ndarray, " p"]
     ) -> None:
         """Takes pairs of row and query by falling bound for as long as it is not below the cut of query and group."""
-        bound = np.where(np.isnan(bound), np.inf, bound)
-        order = np.lexsort((-bound, code, query))
+        bound = np.where(np.isnan(bound), np.float32(np.inf), bound)
+        groups = int(code.max(initial=0)) + 1
+        order = _by_promise(query * groups + code, bound)
         row, query, code, bound = row[order], query[order], code[order], bound[order]
         place, start = rank_within(query, code), 0
-        size = max(2 * self._best.k, _FIRST_ROWS // (int(code.max(initial=0)) + 1))
+        size = max(2 * self._best.k, _FIRST_ROWS // groups)
         while self._left >= 0:
             now = (place >= start) & (place < start + size) & (bound >= self._best.cuts(self._largest)[query, code])
             if not now.any():
@@ -163,8 +187,9 @@ class Search:
     def _take(self, rows: Int64[ndarray, " p"], queries: Int64[ndarray, " p"], codes: Int64[ndarray, " p"] | None = None) -> None:
         """Ranks those of some pairs that are new and selected; where groups are given, all are selected."""
         pairs = queries * self._log.rows + rows
-        new = ~np.isin(pairs, self._seen)
-        self._seen = np.concatenate([self._seen, pairs[new]])
+        at = np.minimum(np.searchsorted(self._seen, pairs), len(self._seen) - 1)
+        new = self._seen[at] != pairs if len(self._seen) else np.ones(len(pairs), bool)
+        self._seen = np.sort(np.concatenate([self._seen, pairs[new]]))
         rows, queries = rows[new], queries[new]
         self._left -= len(rows)
         some, first, member = np.unique(rows, return_index=True, return_inverse=True)
@@ -187,3 +212,14 @@ class Search:
 def _numbers(sketch: Sketch, some: slice | ndarray) -> Int64[ndarray, " n"]:
     """Row numbers in the log of some rows of a sketch."""
     return sketch.first + sketch.row[some].astype(np.int64)
+
+
+def _by_promise(group: Int64[ndarray, " p"], bound: Float32[ndarray, " p"]) -> Int64[ndarray, " p"]:
+    """Orders by group, and by falling bound within; NaN counts as infinite.
+
+    The bits of floats are ordered as they are, but for the sign; sorting one whole number is several times as fast as two keys.
+    """
+    bits = np.where(np.isnan(bound), np.float32(np.inf), bound).view(np.int32).astype(np.int64)
+    rising = np.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
+    order: ndarray = np.argsort((group << 32) - rising)
+    return order

@@ -114,7 +114,7 @@ def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches and scans of a few rows at a time; searches do not give up early."""
     for module in ("scan", "search"):
         monkeypatch.setattr(f"dualstore.{module}.RUN_ROWS", 100)
-    for name, value in (("_HEAD_ROWS", 5), ("_BLOCK_ROWS", 30), ("_FIRST_ROWS", 2), ("_FEW_ROWS", 1000)):
+    for name, value in (("_HEAD_ROWS", 5), ("_BLOCK_ROWS", 30), ("_FIRST_ROWS", 2), ("_FEW_ROWS", 1000), ("_MANY_ROWS", 7)):
         monkeypatch.setattr(f"dualstore.search.{name}", value)
 
 
