@@ -81,7 +81,7 @@ def compare(store: Store, number: int, probes: int, folder: Path, conditions: Co
         sizes = (1, K, 500) if index < 10 else (K,)
         for where, select in (conditions if index < 10 else EVERYTHING).items():
             kept = np.flatnonzero(select(rows))
-            alphas = keys[kept] @ query
+            alphas = (keys @ query)[kept]
             near = kept[np.argpartition(-alphas, 2000)[:2000]]  # far more than the rounding of a product can move
             exact = exact_dots(keys[near], query)
             order = near[np.lexsort((near, *(rows[name][near] for name in ("position", "sample_id", "step")), -exact))]

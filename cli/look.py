@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .options import budget_options, open_from, output_option, store_option
+from .options import budget_options, memory_option, open_from, output_option, store_option
 from .output import print_object, print_table, progress_bar
 
 __all__ = ["index", "info", "print_info", "print_verification", "verify"]
@@ -42,12 +42,13 @@ def verify(store: Path, probes: int, memory_mb: int, threads: int, output: str) 
 
 @click.command()
 @store_option
-def index(store: Path) -> None:
+@memory_option
+def index(store: Path, memory_mb: int) -> None:
     """Build the index, or what is missing of it: query, totals and votes then read hardly anything of the log.
 
     About 5 % of the keys' size, below index/ in the store; it may be deleted at any time. Recording builds it at its end.
     """
-    opened = open_from(store)
+    opened = open_from(store, memory_mb)
     with progress_bar("indexing") as progress:
         opened.build_index(progress)
 

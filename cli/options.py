@@ -17,6 +17,7 @@ __all__ = [
     "budget_options",
     "explain_option",
     "layer_of",
+    "memory_option",
     "open_from",
     "output_option",
     "query_options",
@@ -60,9 +61,13 @@ output_option = _stack(
     click.option("--table", "output", flag_value="table", default=True, help="Print a table (the default)."),
 )
 
+memory_option = click.option(
+    "--memory", "memory_mb", type=click.IntRange(1, 1 << 24), default=256, show_default=True,
+    help="Memory in MB that may be taken; mapped file pages are the system's.",
+)  # fmt: skip
+
 budget_options = _stack(
-    click.option("--memory", "memory_mb", type=click.IntRange(1, 1 << 24), default=256, show_default=True,
-                 help="Memory in MB that a scan may take; mapped file pages are the system's."),
+    memory_option,
     click.option("--threads", type=click.IntRange(1, MAX_THREADS), default=2, show_default=True,
                  help="Threads for products of several queries."),
 )  # fmt: skip

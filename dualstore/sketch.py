@@ -8,9 +8,8 @@ q' = q - V a,
           <= c . a + rho |q'| + delta |x| |a|
 
 for any V and c, delta |x| being the largest |V^T x - V^T V c|, which rounding leaves: one product of (c, rho, |x|) with
-(a, |q'|, delta |a|). Rows are sorted by norm within their segment, some
-consecutive row groups of the log, so that a search may stop where |x| |q| falls below the k-th
-best alpha.
+(a, |q'|, delta |a|). Rows are sorted by norm within their segment, some consecutive row groups of the log, so that a search
+may stop where |x| |q| falls below the k-th best alpha.
 """
 
 import json
@@ -34,7 +33,7 @@ _KEY_VALUES = 25
 """Values of a key for each of its coordinates: a sketch takes 4 % of the keys and three numbers a row."""
 _MOST_COORDINATES = 64
 SEGMENT_BYTES = 48 << 20
-"""A sketch is at most so large: its rows are sorted in memory."""
+"""A sketch is at most so large, however much memory there is to sort its rows."""
 _SAMPLE_ROWS = 512
 _TILE_ROWS = 1024
 _COLUMNS = 256
@@ -159,14 +158,14 @@ class Asked:
         return bound
 
 
-def build_sketches(index: LayerIndex, width: int, progress: Callable[[int], None] = lambda rows: None) -> None:
+def build_sketches(index: LayerIndex, width: int, budget_bytes: int, progress: Callable[[int], None] = lambda rows: None) -> None:
     """Writes the sketch of every segment that has none that fits; of row groups that can be mapped only.
 
-    Memory: about four times SEGMENT_BYTES.
+    Memory: the budget, but at least six times the sketch of a row group.
     """
     basis: ndarray | None = None
     kept, done = set(), 0
-    for groups in _segments(index.log, width):
+    for groups in _segments(index.log, width, min(SEGMENT_BYTES, budget_bytes // 5)):
         part, name, rows = groups[0].part, f"{KIND}-{groups[0].index}", sum(group.rows for group in groups)
         table = index.table(part, name, schema(width), warn=False)
         if table is None or table.num_rows != rows:
@@ -207,9 +206,9 @@ def _of_table(table: pa.Table, first: int, width: int) -> Sketch:
     return Sketch(first, row, code, basis, note["delta"], note["longest"])
 
 
-def _segments(log: Log, width: int) -> Iterator[list[Group]]:
-    """Consecutive row groups that can be mapped, as many as one sketch is made of."""
-    most = SEGMENT_BYTES // (4 * (coordinates(width) + 3))
+def _segments(log: Log, width: int, size: int) -> Iterator[list[Group]]:
+    """Consecutive row groups that can be mapped, as many as make a sketch of at most so many bytes, at least one."""
+    most = size // (4 * (coordinates(width) + 3))
     segment: list[Group] = []
     for group in log.groups:
         mapped = group.part.mapping.column(group, "x") is not None

@@ -223,7 +223,8 @@ class Store:
     def build_index(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Makes query, totals and votes fast: sums and sketches the keys of every part that is not in the index yet.
 
-        `progress` is called with (rows done, rows in all), each row counted three times. Memory: about 200 MB.
+        `progress` is called with (rows done, rows in all), each row counted three times. Memory: the budget, but
+        at least what two row groups take and 16 bytes for each of a million keys that come again.
 
         Raises StoreError where the index cannot be written.
         """
@@ -237,7 +238,7 @@ class Store:
         for layer in self.layers:
             build_sums(self.index(layer), self.steps, layer.d_in, advance)
             build_repeats(self.index(layer), advance)
-            build_sketches(self.index(layer), layer.d_in, advance)
+            build_sketches(self.index(layer), layer.d_in, self.options.budget_bytes, advance)
 
     def probes(self, layer: Layer) -> Log:
         """The log of one layer's probes. Raises DamagedError."""

@@ -104,7 +104,7 @@ def search_of(log: Log, folder: str, which: str, *, rows: int = 100) -> list[Ske
         width = log.columns[-2].row_width
         patch.setattr("dualstore.sketch._KEY_VALUES", 2)
         patch.setattr("dualstore.sketch.SEGMENT_BYTES", rows * 4 * (coordinates(width) + 3))
-        build_sketches(index, width)
+        build_sketches(index, width, 1 << 28)
         found = read_sketches(index, width)
     return found if which == "all" else found[::2]
 

@@ -90,7 +90,7 @@ def test_no_alpha_is_above_its_bound(
         patch.setattr(sketch, "_TILE_ROWS", 16)
         store = store_of(path, keys)
         index = store.index(store.layer(0))
-        build_sketches(index, width)
+        build_sketches(index, width, 1 << 28)
         (found,) = read_sketches(index, width)
     shutil.rmtree(path)
     bounds = Asked.of(found, Projected.of(queries, found.basis)).bounds(0, count)
@@ -207,6 +207,17 @@ def test_a_segment_may_reach_over_parts_and_begin_within_one(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_segments")
+def test_a_small_budget_makes_small_segments(tmp_path: Path) -> None:
+    store, files = sketched(tmp_path / "store")
+    index = store.index(store.layer(0))
+    build_sketches(index, 60, 5 * 64 * 20)
+    spans = [(found.first, found.end) for found in read_sketches(index, 60)]
+    assert len(spans) > len(files)
+    assert max(end - first for first, end in spans) == 64
+    assert fields(store.query(QUERY, layer=0)) == scanned(store)
+
+
+@pytest.mark.usefixtures("small_segments")
 @pytest.mark.parametrize("per", [None, "label"])
 def test_segments_without_a_sketch_are_scanned_beside_the_search(tmp_path: Path, per: str | None) -> None:
     store, files = sketched(tmp_path / "store")
@@ -286,5 +297,5 @@ def test_files_that_cannot_be_mapped_are_not_sketched(tmp_path: Path) -> None:
 
 def test_an_empty_layer_has_no_sketch(tmp_path: Path) -> None:
     index = LayerIndex(tmp_path, Log([], ()))
-    build_sketches(index, 5)
+    build_sketches(index, 5, 1 << 28)
     assert read_sketches(index, 5) == []
