@@ -5,6 +5,7 @@ A column of a row group is mapped when footer and page header show one PLAIN, un
 """
 
 import json
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -117,10 +118,11 @@ class Mapping:
         self._found: dict[tuple[int, str], tuple[int, int] | None] = {}
         self._arrays: dict[tuple[int, str], NDArray[Any] | None] = {}
         try:
-            self._file = pa.memory_map(str(part.path))
-            self._bytes = self._file.read_buffer()
-        except (pa.ArrowException, OSError) as error:
+            with open(part.path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (ValueError, OSError) as error:
             raise DamagedError(f"{part.path}: cannot be mapped: {_first_line(error)}") from error
+        self._bytes = pa.py_buffer(self._map)
 
     def column(self, group: Group, name: str) -> pa.Array | None:
         """The column of a row group as a zero-copy Arrow array; None where the file does not allow it."""
@@ -160,6 +162,10 @@ class Mapping:
             return
         for start in range(0, group.rows, rows):
             yield start, {name: array[start : start + rows] for name, array in arrays.items()}
+
+    def advise(self, *, single: bool) -> None:
+        """Tells the system whether single rows are read next: it then reads nothing around them."""
+        self._map.madvise(mmap.MADV_RANDOM if single else mmap.MADV_NORMAL)
 
     def prefetch(self, group: Group, name: str) -> None:
         """Asks the system to read the column of a row group soon, unless it seems to be in memory."""
@@ -271,14 +277,19 @@ class Log:
         local = (rows - self._firsts[owners])[order]
         ends = [*(np.flatnonzero(np.diff(owners[order])) + 1).tolist(), len(rows)]
         pieces = [(self.groups[owners[order[start]]], local[start:end]) for start, end in pairwise([0, *ends]) if start < end]
+        mappings = {group.part.path: group.part.mapping for group, _ in pieces}
         out = {}
+        for mapping in mappings.values():
+            mapping.advise(single=True)
         for column in self.columns:
             if column.name in names:
                 shape = (len(rows),) if column.width is None else (len(rows), column.row_width)
                 values = out[column.name] = np.empty(shape, column.dtype)
                 if pieces:
-                    found = [group.part.mapping.array(group, column.name)[some] for group, some in pieces]
+                    found = [mappings[group.part.path].array(group, column.name)[some] for group, some in pieces]
                     values[order] = found[0] if len(found) == 1 else np.concatenate(found)
+        for mapping in mappings.values():
+            mapping.advise(single=False)
         return out
 
     def by_part(self) -> Iterator[tuple[Part, int, list[Group]]]:

@@ -255,6 +255,20 @@ def test_the_rows_of_several_parts_are_numbered_in_the_order_of_the_parts(tmp_pa
         assert np.array_equal(Mapping(group.part).array(group, "step"), rows["step"][group.first : group.first + group.rows])
 
 
+def test_single_rows_are_read_without_what_lies_around_them(tmp_path: Path) -> None:
+    """Reading ahead of each of some scattered rows would read most of a store that is not in memory."""
+    paths = [tmp_path / f"part-{number}.parquet" for number in range(3)]
+    for path in paths:
+        write_own(path, rows_of())
+    log = Log(paths, COLUMNS)
+    logged: list[tuple[Path, bool]] = []
+    for own in log.parts:
+        own._mapping = mapping = Mapping(own)
+        mapping.advise = lambda *, single, path=own.path: logged.append((path, single))  # type: ignore[method-assign]
+    log.take(["x", "step"], np.array([2 * ROWS + 3, 5, 0]))
+    assert logged == [(paths[0], True), (paths[2], True), (paths[0], False), (paths[2], False)]
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=3), rows=st.integers(1, 100))
 def test_chunks_are_runs_of_groups_of_one_part(tmp_path: Path, sizes: list[int], rows: int) -> None:
