@@ -100,9 +100,9 @@ class LayerIndex:
     def _read(self, part: Part, kind: str, schema: pa.Schema) -> tuple[pa.Table | None, str]:
         """The table of a file, or None and what is wrong with the file, if there is one."""
         path = self._path(part, kind)
-        if not path.exists():
-            return None, ""
         try:
+            if not path.exists():
+                return None, ""
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
             extra = dict(table.schema.metadata or {})

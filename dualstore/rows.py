@@ -146,7 +146,8 @@ class Selector:
         return found
 
     def _code(self, value: Any) -> int:
-        value = _NAN if value != value else value
+        if isinstance(value, float):
+            value = _NAN if value != value else value + 0.0  # one zero, not two
         if value not in self._codes:
             self._codes[value] = len(self.values)
             self.values.append(value)

@@ -140,7 +140,10 @@ class Wholes:
         cell = np.repeat(np.arange(len(cells)), count)
         step = (cells.step_first[cell] + np.arange(len(cell)) - np.repeat(np.cumsum(count) - count, count)).astype(np.int32)
         rows = self._labelling.build(step, None, None, cells.label[cell], cells.task[cell]).select(self._columns)
-        found = self._groups(rows.append_column("_cell", pa.array(cell)))
+        try:
+            found = self._groups(rows.append_column("_cell", pa.array(cell)))
+        except QueryError:  # of a label and step that no row has together; if rows have, the scan says so
+            return np.zeros(len(cells), bool), np.zeros(len(cells), bool)
         of_cell = found.column("_cell").to_numpy()
         groups = np.bincount(of_cell, minlength=len(cells))
         chosen = np.bincount(of_cell, found.column("_rows").to_numpy(), len(cells))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -265,7 +266,7 @@ class StoreWriter:
 def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Writes a small file so that it appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")  # several may write the same file
     try:
         with open(temporary, "wb") as file:
             file.write(data)

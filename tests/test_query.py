@@ -562,3 +562,8 @@ def test_groups_of_any_type_are_answered_or_refused_in_one_line(store: Store) ->
     assert set(found.table["group"].to_pylist()) == {"-1", "0", "1"}
     with pytest.raises(QueryError, match="cannot be grouped; cast them to text"):
         store.query(query, layer=0, per="DATE '290000-01-01'")
+
+
+def test_the_two_zeros_are_one_group(store: Store) -> None:
+    found = store.query(GOOD, layer=0, top=1, per="CASE WHEN step < 6 THEN -0.0::DOUBLE ELSE 0.0::DOUBLE END").to_dicts()
+    assert [str(row["group"]) for row in found] == ["0.0"]

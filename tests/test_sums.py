@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy import ndarray
 
 import dualstore
 from dualstore import sums, totals
-from dualstore.errors import DualstoreWarning, StoreError
+from dualstore.errors import DualstoreWarning, QueryError, StoreError
 from dualstore.store import Store
 from dualstore.sums import read_cells
 from tests.reference import Rows, write_store
@@ -324,3 +325,42 @@ def test_the_file_is_plain_arrow(tmp_path: Path) -> None:
         table = file.read_all()
     assert table["count"].to_numpy().sum() <= 300
     assert set(table["sign"].to_pylist()) == {1}
+
+
+@pytest.mark.parametrize(
+    "asked", [{"by": "CAST((step % 2) * label * 300 AS TINYINT) AS z"}, {"where": "CAST((step % 2) * label * 300 AS TINYINT) = 0"}]
+)
+def test_an_expression_may_fail_where_no_row_is(tmp_path: Path, asked: dict[str, str]) -> None:
+    """Label 1 comes in even steps alone: the expression fits all rows, but not every label in every step."""
+    rows = make_rows(600, 2, "mixed", 0)
+    rows.label[:] = np.where(rows.step % 2 == 0, 1, 0)
+    store = store_of(tmp_path / "store", rows)
+    expected = store.totals([1, 2, 3], layer=1, **asked).to_dicts()  # type: ignore[arg-type]
+    store.build_index()
+    assert store.totals([1, 2, 3], layer=1, **asked).to_dicts() == expected  # type: ignore[arg-type]
+    rows.label[:] = 1
+    other = store_of(tmp_path / "other", rows)
+    other.build_index()
+    with pytest.raises(QueryError, match=r"^(?!.*_cell).*300"):
+        other.totals([1, 2, 3], layer=1, **asked)  # type: ignore[arg-type]
+
+
+def test_two_threads_may_build_the_same_index(tmp_path: Path) -> None:
+    store_of(tmp_path / "store", make_rows(600, 2, "mixed", 0), flush_every=2)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(dualstore.open(tmp_path / "store").build_index) for _ in range(4)]:
+            done.result()
+    assert not [path for path in (tmp_path / "store" / "index").rglob("*") if path.suffix == ".tmp"]
+
+
+def test_an_index_that_cannot_be_looked_at_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tmp_path / "store", make_rows(300, 2, "mixed", 0))
+    expected = store.totals([1, 2, 3], layer=1).to_dicts()
+    store.build_index()
+
+    def refused(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.warns(DualstoreWarning, match="the index is unreadable"):
+        assert dualstore.open(tmp_path / "store").totals([1, 2, 3], layer=1).to_dicts() == expected
