@@ -6,6 +6,8 @@ import os
 import platform
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -92,8 +94,32 @@ def mnist_run(options: argparse.Namespace, folder: Path) -> Path:
     return path
 
 
-def make_cgroup(size: int) -> Path | None:
-    """A new memory cgroup (v1 or v2) of so many bytes; None where none can be made."""
+@contextlib.contextmanager
+def memory_cgroup(size: int) -> Iterator[Path]:
+    """A new memory cgroup (v1 or v2) of so many bytes; ends the benchmark where none can be made."""
+    group = _make_cgroup(size)
+    if group is None:
+        raise SystemExit("skipped: no memory cgroup can be made here (needs root and cgroup v1 or v2 with the memory controller)")
+    try:
+        yield group
+    finally:
+        group.rmdir()
+
+
+def run_python(group: Path | None, program: str, *words: str) -> tuple[str, str, float]:
+    """Output, errors and wall seconds of a Python program, in a cgroup if one is given."""
+
+    def enter() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    start = time.perf_counter()
+    command = [sys.executable, "-c", program, *words]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=enter)
+    return found.stdout, found.stderr, time.perf_counter() - start
+
+
+def _make_cgroup(size: int) -> Path | None:
     for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
         group = root / f"dualstore-bench-{os.getpid()}"
         try:

@@ -8,8 +8,6 @@ import gc
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +17,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import torch
-from common import arguments, drop_cache, machine, mnist_run, seconds, spread, work_folder
+from common import arguments, drop_cache, machine, mnist_run, run_python, seconds, spread, work_folder
 
 import dualstore
 from dualstore.kernels import exact_dots
@@ -127,8 +125,7 @@ def cold(path: Path, number: int) -> None:
     def first() -> tuple[float, list[dict[str, object]]]:
         gc.collect()  # pages that are still mapped stay in memory
         drop_cache([file for folder in ("patterns", "index", "aside") for file in (path / folder).rglob("*.*")])
-        found = subprocess.run([sys.executable, "-c", FIRST, path, str(number)], capture_output=True, text=True, check=True)
-        took, answer = json.loads(found.stdout)
+        took, answer = json.loads(run_python(None, FIRST, str(path), str(number))[0])
         return took, answer
 
     searched = [first() for _ in range(3)]

@@ -5,13 +5,9 @@ Making a cgroup needs root; where it cannot be made the benchmark says so and st
 """
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-from common import arguments, drop_cache, machine, make_cgroup, mnist_run, work_folder
+from common import arguments, drop_cache, machine, memory_cgroup, mnist_run, run_python, work_folder
 
 LIMIT = 1 << 30
 
@@ -28,42 +24,26 @@ print(next(line for line in open("/proc/self/status") if line.startswith("RssAno
 
 def ask(store: Path, group: Path | None) -> tuple[str, int, float]:
     """The answers, the anonymous memory at the end in KiB, and wall seconds."""
-
-    def enter() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    start = time.perf_counter()
-    found = subprocess.run(
-        [sys.executable, "-c", QUESTIONS, str(store)], capture_output=True, text=True, check=True, preexec_fn=enter
-    )
-    return found.stdout, int(found.stderr.split()[-1]), time.perf_counter() - start
+    answers, memory, wall = run_python(group, QUESTIONS, str(store))
+    return answers, int(memory.split()[-1]), wall
 
 
 def main() -> None:
-    parser = arguments(__doc__, store=True)
-    options = parser.parse_args()
-    group = make_cgroup(LIMIT)
-    if group is None:
-        print("skipped: no memory cgroup can be made here (needs root and cgroup v1 or v2 with the memory controller)")
-        return
-    try:
-        with work_folder() as folder:
-            store = mnist_run(options, folder)
-            parts = sorted((store / "patterns").rglob("*.parquet"))
-            size = sum(path.stat().st_size for path in parts)
-            print(machine(), f"log {size / 1e9:.2f} GB, limit {LIMIT / 1e9:.2f} GB")
-            free, free_memory, free_wall = ask(store, None)
-            drop_cache(parts)
-            bounded, memory, wall = ask(store, group)
-            assert json.loads(free) == json.loads(bounded), "answers differ"
-            print(f"equal answers; in the cgroup: {wall:.1f} s cold, anonymous memory {memory / 1024:.0f} MiB")
-            print(f"without it: {free_wall:.1f} s, anonymous memory {free_memory / 1024:.0f} MiB")
-            peak = next((f for f in (group / "memory.max_usage_in_bytes", group / "memory.peak") if f.exists()), None)
-            if peak is not None:
-                print(f"peak of the cgroup, page cache included: {int(peak.read_text()) / 1e9:.2f} GB")
-    finally:
-        group.rmdir()
+    options = arguments(__doc__, store=True).parse_args()
+    with memory_cgroup(LIMIT) as group, work_folder() as folder:
+        store = mnist_run(options, folder)
+        parts = sorted((store / "patterns").rglob("*.parquet"))
+        size = sum(path.stat().st_size for path in parts)
+        print(machine(), f"log {size / 1e9:.2f} GB, limit {LIMIT / 1e9:.2f} GB")
+        free, free_memory, free_wall = ask(store, None)
+        drop_cache(parts)
+        bounded, memory, wall = ask(store, group)
+        assert json.loads(free) == json.loads(bounded), "answers differ"
+        print(f"equal answers; in the cgroup: {wall:.1f} s cold, anonymous memory {memory / 1024:.0f} MiB")
+        print(f"without it: {free_wall:.1f} s, anonymous memory {free_memory / 1024:.0f} MiB")
+        peak = next((f for f in (group / "memory.max_usage_in_bytes", group / "memory.peak") if f.exists()), None)
+        if peak is not None:
+            print(f"peak of the cgroup, page cache included: {int(peak.read_text()) / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

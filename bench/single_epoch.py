@@ -7,16 +7,12 @@ search and of the scan are asserted equal to brute force before any time is prin
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
-from common import drop_cache, machine, make_cgroup, work_folder
+from common import drop_cache, machine, memory_cgroup, run_python, work_folder
 
 import dualstore
 from dualstore.kernels import exact_dots
@@ -85,55 +81,35 @@ def brute_force(store: Store, queries: np.ndarray) -> list[list[int]]:
     return [found[:K].tolist() for found in rows]
 
 
-def run(group: Path, *words: str) -> tuple[str, float]:
-    """Standard output and wall seconds of a Python program in the cgroup."""
-
-    def enter() -> None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    start = time.perf_counter()
-    found = subprocess.run([sys.executable, "-c", *words], capture_output=True, text=True, check=True, preexec_fn=enter)
-    return found.stdout, time.perf_counter() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=20_000_000)
     parser.add_argument("--probes", type=int, default=20)
     options = parser.parse_args()
-    group = make_cgroup(LIMIT)
-    if group is None:
-        print("skipped: no memory cgroup can be made here (needs root and cgroup v1 or v2 with the memory controller)")
-        return
-    try:
-        with work_folder() as folder:
-            path = folder / "store"
-            write(path, options.rows)
-            store = dualstore.open(path)
-            rows = store.patterns(store.layer(0)).rows
-            print(machine(), f"{rows:,} keys of {WIDTH}, {4 * rows * WIDTH / 1e9:.1f} GB; limit {LIMIT / 1e9:.1f} GB", flush=True)
-            queries = vectors(np.random.default_rng(2), options.probes, directions())
-            np.save(folder / "queries.npy", queries)
-            expected = brute_force(store, queries)
-            _, built = run(group, BUILD, str(path))
-            size = sum(file.stat().st_size for file in (path / "index").rglob("*.arrow"))
-            print(
-                f"index: {size / 1e9:.2f} GB, {100 * size / (4 * rows * WIDTH):.1f} % of the keys; built in {built:.0f} s",
-                flush=True,
-            )
-            searched = ask(group, folder, options.probes, expected)
-            shutil.rmtree(path / "index")
-            scanned = ask(group, folder, 3, expected)
-            gain = statistics.median(scanned) / statistics.median(searched[1:])
-            print(f"equal to brute force; search / scan, both after their first query: {gain:.1f} x faster")
-    finally:
-        group.rmdir()
+    with memory_cgroup(LIMIT) as group, work_folder() as folder:
+        path = folder / "store"
+        write(path, options.rows)
+        store = dualstore.open(path)
+        rows = store.patterns(store.layer(0)).rows
+        keys = 4 * rows * WIDTH
+        print(machine(), f"{rows:,} keys of {WIDTH}, {keys / 1e9:.1f} GB; limit {LIMIT / 1e9:.1f} GB", flush=True)
+        queries = vectors(np.random.default_rng(2), options.probes, directions())
+        np.save(folder / "queries.npy", queries)
+        expected = brute_force(store, queries)
+        _, _, built = run_python(group, BUILD, str(path))
+        size = sum(file.stat().st_size for file in (path / "index").rglob("*.arrow"))
+        print(f"index: {size / 1e9:.2f} GB, {100 * size / keys:.1f} % of the keys; built in {built:.0f} s", flush=True)
+        searched = ask(group, folder, options.probes, expected)
+        shutil.rmtree(path / "index")
+        scanned = ask(group, folder, 3, expected)
+        gain = statistics.median(scanned) / statistics.median(searched[1:])
+        print(f"equal to brute force; search / scan, both after their first query: {gain:.1f} x faster")
 
 
 def ask(group: Path, folder: Path, probes: int, expected: list[list[int]]) -> list[float]:
     """Seconds of each query, of a store that is cold at first."""
     drop_cache(sorted((folder / "store").rglob("*.parquet")) + sorted((folder / "store").rglob("*.arrow")))
-    found, _ = run(group, QUESTIONS, str(folder / "store"), str(folder / "queries.npy"), str(probes))
+    found, _, _ = run_python(group, QUESTIONS, str(folder / "store"), str(folder / "queries.npy"), str(probes))
     answers, times, cost = json.loads(found)
     assert answers == expected[:probes], "answers differ from brute force"
     rest = statistics.median(times[1:])
