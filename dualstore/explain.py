@@ -34,8 +34,7 @@ class Explain:
 
     def count(self, name: str, number: int) -> None:
         """Adds to a number that belongs to one path only."""
-        if number:
-            self.counts[name] = self.counts.get(name, 0) + number
+        self.counts[name] = self.counts.get(name, 0) + number
 
     @property
     def path(self) -> str:

@@ -67,6 +67,13 @@ class Selection:
     codes: Int64[ndarray, " n"] | None
     """Index into `Selector.values` for each selected row; None where nothing is grouped."""
 
+    def within(self, mask: Bool[ndarray, " n"]) -> "Selection":
+        """Of the selected rows those where `mask`, which has all rows of the run, is true."""
+        if self.rows is None:
+            return Selection(np.flatnonzero(mask), None)
+        kept = mask[self.rows]
+        return Selection(self.rows[kept], None if self.codes is None else self.codes[kept])
+
 
 Select = Callable[[Mapping, Sequence[Group]], Selection]
 """Chooses among the rows of consecutive groups of one part."""

@@ -50,7 +50,7 @@ class Search:
         self._largest = max(sketch.largest for sketch in sketches)
         self._rows = sum(len(sketch.row) for sketch in sketches)
         self._seen: Int64[ndarray, " p"] = np.zeros(0, np.int64)
-        """Pairs whose alpha was taken, or whose row the condition leaves out, sorted: query times rows of the log, plus row."""
+        """Pairs whose alpha was taken, or whose row the condition leaves out: query times rows of the log, plus row."""
         queries = len(best.scaled)
         self._held = max(1, options.budget_bytes // 4 // _PAIR_BYTES)
         """Pairs that may be in memory."""
@@ -187,9 +187,8 @@ class Search:
     def _take(self, rows: Int64[ndarray, " p"], queries: Int64[ndarray, " p"], codes: Int64[ndarray, " p"] | None = None) -> None:
         """Ranks those of some pairs that are new and selected; where groups are given, all are selected."""
         pairs = queries * self._log.rows + rows
-        at = np.minimum(np.searchsorted(self._seen, pairs), len(self._seen) - 1)
-        new = self._seen[at] != pairs if len(self._seen) else np.ones(len(pairs), bool)
-        self._seen = np.sort(np.concatenate([self._seen, pairs[new]]))
+        new = ~np.isin(pairs, self._seen, assume_unique=True)  # each pair is brought once; to look is slow
+        self._seen = np.concatenate([self._seen, pairs[new]])
         rows, queries = rows[new], queries[new]
         self._left -= len(rows)
         some, first, member = np.unique(rows, return_index=True, return_inverse=True)

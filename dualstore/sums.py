@@ -192,10 +192,7 @@ class Rest:
         if all(rows is None for rows in left):
             return found
         mask = np.concatenate([np.ones(g.rows, bool) if rows is None else rows for g, rows in zip(groups, left, strict=True)])
-        if found.rows is None:
-            return Selection(np.flatnonzero(mask), None)
-        kept = mask[found.rows]
-        return Selection(found.rows[kept], None if found.codes is None else found.codes[kept])
+        return found.within(mask)
 
     @cached_property
     def _joined(self) -> tuple[ndarray, ndarray, ndarray, ndarray]:

@@ -39,7 +39,7 @@ def top_k(
 
     With `magnitude`, those with the largest |alpha|; alpha keeps its sign. With a floor, only those whose alpha, or |alpha|,
     is at least that. Order: alpha, then step, sample_id, position, then place in the log. Rows whose alpha is NaN are not
-    ranked. Sketches, of any of the log's runs, save reading most keys; where they would not, everything is scanned.
+    ranked. Sketches, of any segments of the log, save reading most keys; where they would not, everything is scanned.
     Memory: the budget plus some 2 k rows of numbers for each query and group.
     """
     assert largest or not (magnitude or floor is not None)
@@ -47,13 +47,14 @@ def top_k(
     explain = explain or Explain(queries.shape[1] * queries.itemsize, log.rows)
     asked = np.concatenate([queries, -queries]) if magnitude else queries if largest else -queries
     best = Best(asked, k, options, floor, paired=magnitude)
-    searched = bool(sketches)
+    searched = False
     if sketches:
         if sum(len(sketch.row) for sketch in sketches) < log.rows:
             _scan(best, log, _Outside(select, sketches), options, explain)
         searched = Search(best, log, sketches, select, options, explain).run()
+        if not searched:
+            explain.count("searches given up", 1)
     if not searched:
-        explain.count("searches given up", int(bool(sketches)))
         best = Best(asked, k, options, floor, paired=magnitude)
         _scan(best, log, select, options, explain)
     found = best.ranking(1.0 if largest else -1.0)
@@ -86,13 +87,7 @@ class _Outside:
         if not any(outside):
             return Selection(np.zeros(0, np.int64), None)
         found = self._select(mapping, groups)
-        if all(outside):
-            return found
-        mask = np.repeat(outside, [group.rows for group in groups])
-        if found.rows is None:
-            return Selection(np.flatnonzero(mask), None)
-        kept = mask[found.rows]
-        return Selection(found.rows[kept], None if found.codes is None else found.codes[kept])
+        return found if all(outside) else found.within(np.repeat(outside, [group.rows for group in groups]))
 
     def _covers(self, group: Group) -> bool:
         at = np.searchsorted(self._firsts, group.first, side="right") - 1
