@@ -131,7 +131,7 @@ class Best:
         new = _Rows(*map(np.concatenate, zip(*(rows for _, rows in self._pending), strict=True)))
         keys = np.concatenate([keys for keys, _ in self._pending])
         self._pending, self._waiting = [], 0
-        values = exact_dots(keys, self._queries[0] if len(self._queries) == 1 else self._queries[new.query])
+        values = exact_dots(keys, self._queries_of(new.query))
         self.grow(int(new.code.max(initial=0)) + 1)
         wanted = np.flatnonzero(values >= self._kth[new.query, new.code])  # false for NaN
         self._rank(_Rows(*(field[wanted] for field in new._replace(value=values))))
@@ -170,7 +170,7 @@ class Best:
             keys, mine = log.take(["x"], rows[start : start + each])["x"], order[low:high]
             mine = mine[self._near(keys, member[mine] - start, queries[mine], codes[member[mine]])]
             for some in np.split(mine, range(self._pairs, len(mine), self._pairs)):
-                values = exact_dots(keys[member[some] - start], self._queries[queries[some]])
+                values = exact_dots(keys[member[some] - start], self._queries_of(queries[some]))
                 wanted = np.flatnonzero(values >= self._kth[queries[some], codes[member[some]]])  # false for NaN
                 best.append((values[wanted], member[some[wanted]], queries[some[wanted]]))
         if best:
@@ -178,6 +178,11 @@ class Best:
             found = log.take(["step", "sample_id", "position"], rows[at])
             step, sample, position = (found[name] for name in ("step", "sample_id", "position"))
             self._rank(_Rows(query, codes[at], value, step, sample, position, rows[at]))
+
+    def _queries_of(self, query: Int64[ndarray, " p"]) -> Float[ndarray, "... d"]:
+        """The vector of each; one for all where there is but one."""
+        found: ndarray = self._queries[0] if len(self._queries) == 1 else self._queries[query]
+        return found
 
     def _near(
         self, keys: Float[ndarray, "c d"], member: Int64[ndarray, " p"], queries: Int64[ndarray, " p"], codes: Int64[ndarray, " p"]
@@ -187,8 +192,14 @@ class Best:
             norm = upper_norm(float(np.vecdot(keys, keys).max(initial=0.0)), keys.shape[1])
             if norm is None or self.may_overflow(norm):
                 return np.arange(len(member))
-            cuts = self._kth * self._scale[:, None] - self._error(norm)[:, None]
-            return np.flatnonzero(~(dots(keys, self.scaled)[member, queries].astype(np.float64) < cuts[queries, codes]))
+            error = self._error(norm)
+            cuts = self._kth * self._scale[:, None] - error[:, None]
+            scores = dots(keys, self.scaled)[member, queries].astype(np.float64)
+            for j in np.flatnonzero(~self._full[:, 0]) if cuts.shape[1] == 1 else ():
+                mine = scores if len(cuts) == 1 else scores[queries == j]
+                if (behind := len(mine) - self.k) > 0:
+                    cuts[j] = max(cuts[j, 0], float(np.partition(mine, behind)[behind]) - 2 * error[j])
+            return np.flatnonzero(~(scores < cuts[queries, codes]))
 
     def cuts(self, norm: float = 0.0) -> Float64[ndarray, "m g"]:
         """The k-th best alpha of each query and group as that of the scaled query; the floor where there are fewer.

@@ -27,6 +27,8 @@ from dualstore.schema import Column
 KEPT_PARTS = 1000
 """A log of more parts maps them one at a time: the system bounds the number of mappings."""
 
+_UNKNOWN = -2
+
 __all__ = ["Group", "Log", "Mapping", "Part"]
 
 
@@ -117,6 +119,8 @@ class Mapping:
         self.part = part
         self._found: dict[tuple[int, str], tuple[int, int] | None] = {}
         self._arrays: dict[tuple[int, str], NDArray[Any] | None] = {}
+        self._places: dict[int, NDArray[Any]] = {}
+        self._single = False
         try:
             with open(part.path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -126,8 +130,9 @@ class Mapping:
 
     def column(self, group: Group, name: str) -> pa.Array | None:
         """The column of a row group as a zero-copy Arrow array; None where the file does not allow it."""
+        self._advise(single=False)
         column = self.part.columns[name]
-        span = self._span(group, column)
+        span = self.span(group, column)
         if span is None:
             return None
         scalar = pa.from_numpy_dtype(np.dtype(column.dtype))
@@ -144,6 +149,7 @@ class Mapping:
         return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])
 
     def _view(self, group: Group, name: str) -> NDArray[Any] | None:
+        self._advise(single=False)
         key = (group.index, name)
         if key not in self._arrays:
             found = self.column(group, name)
@@ -163,13 +169,22 @@ class Mapping:
         for start in range(0, group.rows, rows):
             yield start, {name: array[start : start + rows] for name, array in arrays.items()}
 
-    def advise(self, *, single: bool) -> None:
+    def single(self, size: int) -> NDArray[Any]:
+        """The `size` bytes from each byte of the file on, of which single ones are read, without what lies around them."""
+        self._advise(single=True)
+        if size not in self._places:
+            self._places[size] = np.ndarray(max(0, len(self._map) - size + 1), f"V{size}", self._map, strides=(1,))
+        return self._places[size]
+
+    def _advise(self, *, single: bool) -> None:
         """Tells the system whether single rows are read next: it then reads nothing around them."""
-        self._map.madvise(mmap.MADV_RANDOM if single else mmap.MADV_NORMAL)
+        if single != self._single:
+            self._map.madvise(mmap.MADV_RANDOM if single else mmap.MADV_NORMAL)
+            self._single = single
 
     def prefetch(self, group: Group, name: str) -> None:
         """Asks the system to read the column of a row group soon, unless it seems to be in memory."""
-        span = self._span(group, self.part.columns[name])
+        span = self.span(group, self.part.columns[name])
         if span is not None:
             descriptor = os.open(self.part.path, os.O_RDONLY)
             try:
@@ -178,7 +193,8 @@ class Mapping:
             finally:
                 os.close(descriptor)
 
-    def _span(self, group: Group, column: Column) -> tuple[int, int] | None:
+    def span(self, group: Group, column: Column) -> tuple[int, int] | None:
+        """(offset, size) of the column of a row group in the file; None where it cannot be mapped."""
         key = (group.index, column.name)
         if key not in self._found:
             self._found[key] = self._values(group, column)
@@ -239,6 +255,7 @@ class Log:
     def __init__(self, paths: Sequence[Path], columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
         self.parts = [Part(path, columns, keep=len(paths) <= KEPT_PARTS) for path in paths]
+        self._known_starts: dict[str, NDArray[np.int64]] = {}
 
     @cached_property
     def rows(self) -> int:
@@ -261,6 +278,11 @@ class Log:
     def _firsts(self) -> NDArray[np.int64]:
         return np.array([group.first for group in self.groups], np.int64)
 
+    @cached_property
+    def _part_of(self) -> NDArray[np.int64]:
+        number = {part.path: number for number, part in enumerate(self.parts)}
+        return np.array([number[group.part.path] for group in self.groups], np.int64)
+
     def between(self, first: int, end: int) -> list[Group]:
         """The row groups from row `first`, which begins one, up to row `end`."""
         low, high = np.searchsorted(self._firsts, [first, end])
@@ -273,24 +295,58 @@ class Log:
     def take(self, names: Sequence[str], rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Values of some columns at the given row numbers, in their order."""
         owners = np.searchsorted(self._firsts, rows, side="right") - 1
-        order = np.argsort(owners, kind="stable")
-        local = (rows - self._firsts[owners])[order]
-        ends = [*(np.flatnonzero(np.diff(owners[order])) + 1).tolist(), len(rows)]
-        pieces = [(self.groups[owners[order[start]]], local[start:end]) for start, end in pairwise([0, *ends]) if start < end]
-        mappings = {group.part.path: group.part.mapping for group, _ in pieces}
-        out = {}
-        for mapping in mappings.values():
-            mapping.advise(single=True)
-        for column in self.columns:
-            if column.name in names:
-                shape = (len(rows),) if column.width is None else (len(rows), column.row_width)
-                values = out[column.name] = np.empty(shape, column.dtype)
-                if pieces:
-                    found = [mappings[group.part.path].array(group, column.name)[some] for group, some in pieces]
-                    values[order] = found[0] if len(found) == 1 else np.concatenate(found)
-        for mapping in mappings.values():
-            mapping.advise(single=False)
+        order = None
+        if (owners[1:] < owners[:-1]).any():
+            order = np.argsort(owners, kind="stable")
+            owners, rows = owners[order], rows[order]
+        local, of_part = rows - self._firsts[owners], self._part_of[owners]
+        cuts = [0, *(np.flatnonzero(of_part[1:] != of_part[:-1]) + 1).tolist(), len(rows)]
+        runs = [(self.parts[of_part[start]].mapping, slice(start, stop)) for start, stop in pairwise(cuts) if start < stop]
+        wanted = [column for column in self.columns if column.name in names]
+        out: dict[str, NDArray[Any]] = {}
+        for size in {column.row_bytes for column in wanted}:
+            alike = [column for column in wanted if column.row_bytes == size]
+            for column, found in zip(alike, self._gathered(alike, runs, owners, local), strict=True):
+                values = found.view(column.dtype).reshape((len(rows),) if column.width is None else (len(rows), column.width))
+                if order is None:
+                    out[column.name] = values
+                else:
+                    out[column.name] = np.empty_like(values)
+                    out[column.name][order] = values
         return out
+
+    def _gathered(
+        self,
+        columns: Sequence[Column],
+        runs: Sequence[tuple[Mapping, slice]],
+        owners: NDArray[np.int64],
+        local: NDArray[np.int64],
+    ) -> NDArray[Any]:
+        """The bytes of columns of one width, an array each, at rows `local` of the groups `owners`; runs are of one part each."""
+        starts, size = np.array([self._starts(column, runs, owners) for column in columns]), columns[0].row_bytes
+        found = np.empty(starts.shape, f"V{size}")
+        if starts.min(initial=0) >= 0:
+            at = starts + local * size
+            for mapping, run in runs:
+                found[:, run] = mapping.single(size)[at[:, run]]
+            return found
+        for mapping, run in runs:
+            for owner in np.unique(owners[run]):
+                mine = np.flatnonzero(owners == owner)
+                for column, values in zip(columns, found, strict=True):
+                    array = mapping.array(self.groups[owner], column.name)[local[mine]]
+                    values[mine] = array.view(found.dtype).reshape(-1)
+        return found
+
+    def _starts(self, column: Column, runs: Sequence[tuple[Mapping, slice]], owners: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where in its file the column of each of some groups starts; negative where it cannot be mapped."""
+        known = self._known_starts.setdefault(column.name, np.full(len(self.groups), _UNKNOWN))
+        if (known[owners] == _UNKNOWN).any():
+            for mapping, run in runs:
+                for owner in np.unique(owners[run]):
+                    span = mapping.span(self.groups[owner], column)
+                    known[owner] = -1 if span is None else span[0]
+        return known[owners]
 
     def by_part(self) -> Iterator[tuple[Part, int, list[Group]]]:
         """Each part with the number of its first row in the log and its row groups that hold rows."""

@@ -1,5 +1,6 @@
 """log: parts of every writer give the same rows, mapped or decoded; files that are not what they say give an error."""
 
+import mmap
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -261,12 +262,26 @@ def test_single_rows_are_read_without_what_lies_around_them(tmp_path: Path) -> N
     for path in paths:
         write_own(path, rows_of())
     log = Log(paths, COLUMNS)
-    logged: list[tuple[Path, bool]] = []
+    logged: list[tuple[str, int]] = []
+
+    class Logged(mmap.mmap):
+        name = ""
+
+        def madvise(self, option: int, *where: int) -> None:
+            logged.append((self.name, option))
+
     for own in log.parts:
         own._mapping = mapping = Mapping(own)
-        mapping.advise = lambda *, single, path=own.path: logged.append((path, single))  # type: ignore[method-assign]
-    log.take(["x", "step"], np.array([2 * ROWS + 3, 5, 0]))
-    assert logged == [(paths[0], True), (paths[2], True), (paths[0], False), (paths[2], False)]
+        with open(own.path, "rb") as file:
+            mapping._map = Logged(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapping._map.name = own.path.stem
+    for _ in range(2):
+        log.take(["x", "step"], np.array([2 * ROWS + 3, 5, 0]))
+    assert logged == [("part-0", mmap.MADV_RANDOM), ("part-2", mmap.MADV_RANDOM)]
+    logged.clear()
+    for group in log.groups:
+        list(group.part.mapping.blocks(group, ["x"], 10))
+    assert logged == [("part-0", mmap.MADV_NORMAL), ("part-2", mmap.MADV_NORMAL)]
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
