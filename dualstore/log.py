@@ -130,7 +130,7 @@ class Mapping:
 
     def column(self, group: Group, name: str) -> pa.Array | None:
         """The column of a row group as a zero-copy Arrow array; None where the file does not allow it."""
-        self._advise(single=False)
+        self.advise(single=False)
         column = self.part.columns[name]
         span = self.span(group, column)
         if span is None:
@@ -149,7 +149,7 @@ class Mapping:
         return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])
 
     def _view(self, group: Group, name: str) -> NDArray[Any] | None:
-        self._advise(single=False)
+        self.advise(single=False)
         key = (group.index, name)
         if key not in self._arrays:
             found = self.column(group, name)
@@ -169,14 +169,13 @@ class Mapping:
         for start in range(0, group.rows, rows):
             yield start, {name: array[start : start + rows] for name, array in arrays.items()}
 
-    def single(self, size: int) -> NDArray[Any]:
-        """The `size` bytes from each byte of the file on, of which single ones are read, without what lies around them."""
-        self._advise(single=True)
+    def places(self, size: int) -> NDArray[Any]:
+        """The `size` bytes from each byte of the file on."""
         if size not in self._places:
             self._places[size] = np.ndarray(max(0, len(self._map) - size + 1), f"V{size}", self._map, strides=(1,))
         return self._places[size]
 
-    def _advise(self, *, single: bool) -> None:
+    def advise(self, *, single: bool) -> None:
         """Tells the system whether single rows are read next: it then reads nothing around them."""
         if single != self._single:
             self._map.madvise(mmap.MADV_RANDOM if single else mmap.MADV_NORMAL)
@@ -302,6 +301,8 @@ class Log:
         local, of_part = rows - self._firsts[owners], self._part_of[owners]
         cuts = [0, *(np.flatnonzero(of_part[1:] != of_part[:-1]) + 1).tolist(), len(rows)]
         runs = [(self.parts[of_part[start]].mapping, slice(start, stop)) for start, stop in pairwise(cuts) if start < stop]
+        for mapping, _ in runs:
+            mapping.advise(single=True)
         wanted = [column for column in self.columns if column.name in names]
         out: dict[str, NDArray[Any]] = {}
         for size in {column.row_bytes for column in wanted}:
@@ -328,7 +329,7 @@ class Log:
         if starts.min(initial=0) >= 0:
             at = starts + local * size
             for mapping, run in runs:
-                found[:, run] = mapping.single(size)[at[:, run]]
+                found[:, run] = mapping.places(size)[at[:, run]]
             return found
         for mapping, run in runs:
             for owner in np.unique(owners[run]):
