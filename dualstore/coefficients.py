@@ -47,9 +47,10 @@ class Coefficients:
         return found
 
 
-def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool = False) -> Coefficients:
+def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool = False, until: int | None = None) -> Coefficients:
     """Coefficients of the weight or bias of `layer`, which belongs to parameter group `group`.
 
+    Those of the weights after step `until`, by default after the last one; later steps have 0.
     `buffered` says whether a momentum buffer existed before the first recorded step. A parameter of no group (-1) was
     not trained: all c are 0.
     """
@@ -58,7 +59,7 @@ def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool =
     if group < 0:
         return Coefficients(numbers, c, 1.0, 0.0)
     columns = steps.group(group)
-    taken = np.flatnonzero(~steps.idle(layer.number))
+    taken = np.flatnonzero(~steps.idle(layer.number) & (True if until is None else numbers <= until))
     with_momentum = [int(s) for s in taken if columns["momentum"][s] != 0]
     first = with_momentum[0] if with_momentum and not buffered else -1
     p, q = 1.0, 0.0

@@ -80,7 +80,7 @@ _PROBE = [("layer", pa.int32()), ("test_id", pa.int64()), ("position", pa.int32(
 _VECTOR = pa.list_(pa.float32())
 _EMPTY = {
     "patterns": pa.schema([("layer", pa.int32()), *_ROW, *_NAMED, ("x", _VECTOR), ("e", _VECTOR)]),
-    "probes": pa.schema([*_PROBE, *_NAMED, ("predicted", pa.int32()), ("x", _VECTOR), ("y", _VECTOR)]),
+    "probes": pa.schema([*_PROBE, *_NAMED, ("predicted", pa.int32()), ("x", _VECTOR), ("y", _VECTOR), ("g", _VECTOR)]),
     "samples": pa.schema([("sample_id", pa.int64()), *reversed(_NAMED), ("payload", pa.binary()), ("mime", pa.string())]),
 }
 """What stands for a relation whose folder holds no part yet."""

@@ -14,8 +14,11 @@ from dualstore.errors import DamagedError, StoreError
 
 __all__ = ["FORMAT", "Column", "Layer", "StoreInfo", "pattern_columns", "probe_columns"]
 
-FORMAT = 1
-"""Version of the disk layout. A reader refuses stores whose format is higher."""
+FORMAT = 2
+"""Version of the disk layout. A reader refuses stores whose format is higher.
+
+Format 1 had no g in probes, and no columns of adaptive optimisers in steps.
+"""
 
 Status = Literal["recording", "interrupted", "complete"]
 
@@ -71,9 +74,9 @@ def pattern_columns(layer: Layer, dtype: str) -> tuple[Column, ...]:
     )
 
 
-def probe_columns(layer: Layer, dtype: str) -> tuple[Column, ...]:
-    """Columns of `probes/layer=K`, in file order."""
-    return (
+def probe_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Column, ...]:
+    """Columns of `probes/layer=K`, in file order, in a store of format `written`."""
+    columns = (
         Column("test_id", "int64"),
         Column("position", "int32"),
         Column("step", "int32"),
@@ -83,6 +86,7 @@ def probe_columns(layer: Layer, dtype: str) -> tuple[Column, ...]:
         Column("x", dtype, layer.d_in),
         Column("y", dtype, layer.d_out),
     )
+    return columns if written < 2 else (*columns, Column("g", dtype, layer.d_out))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dualstore.errors import DamagedError
 from dualstore.shapes import Bool, Int32, Int64
 
-__all__ = ["STEPS_SCHEMA", "Steps"]
+__all__ = ["NOT_ADAPTIVE", "STEPS_SCHEMA", "Steps"]
 
 STEPS_SCHEMA = pa.schema(
     [
@@ -26,6 +26,13 @@ STEPS_SCHEMA = pa.schema(
         pa.field("momentum", pa.float64(), nullable=False),
         pa.field("dampening", pa.float64(), nullable=False),
         pa.field("decay", pa.float64(), nullable=False),
+        pa.field("beta1", pa.float64(), nullable=False),
+        pa.field("beta2", pa.float64(), nullable=False),
+        pa.field("eps", pa.float64(), nullable=False),
+        pa.field("lr_decay", pa.float64(), nullable=False),
+        pa.field("amsgrad", pa.bool_(), nullable=False),
+        pa.field("centered", pa.bool_(), nullable=False),
+        pa.field("decoupled", pa.bool_(), nullable=False),
         pa.field("nesterov", pa.bool_(), nullable=False),
         pa.field("maximize", pa.bool_(), nullable=False),
         pa.field("clip", pa.float64(), nullable=False),
@@ -35,7 +42,13 @@ STEPS_SCHEMA = pa.schema(
         pa.field("idle", pa.list_(pa.int32()), nullable=False),
     ]
 )
-"""`rows[k]` is the number of patterns of layer k in the step; `idle` lists the layers that had no gradient."""
+"""`rows[k]` is the number of patterns of layer k in the step; `idle` lists the layers that had no gradient.
+
+beta1, beta2 (of RMSprop: its alpha), eps, lr_decay, amsgrad, centered and decoupled (weight decay) belong to the adaptive
+optimisers; 0 and false elsewhere.
+"""
+NOT_ADAPTIVE = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "lr_decay": 0.0, "amsgrad": False, "centered": False, "decoupled": False}
+"""What those columns are without an adaptive optimiser; stores of format 1 lack them."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,11 @@ class Steps:
 def _read_part(path: Path) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:  # `pq.read_table` would import pyarrow.dataset first
-            table = file.read().select(STEPS_SCHEMA.names)
+            table = file.read()
+        for name, value in NOT_ADAPTIVE.items():
+            if name not in table.column_names:
+                table = table.append_column(STEPS_SCHEMA.field(name), pa.array([value] * table.num_rows))
+        table = table.select(STEPS_SCHEMA.names)
         return table if table.schema.equals(STEPS_SCHEMA) else table.cast(STEPS_SCHEMA)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]

@@ -242,10 +242,10 @@ class Store:
 
     def probes(self, layer: Layer) -> Log:
         """The log of one layer's probes. Raises DamagedError."""
-        return self._log(f"probes/layer={layer.number}", probe_columns(layer, self.info_file.dtype))
+        return self._log(f"probes/layer={layer.number}", probe_columns(layer, self.info_file.dtype, self.info_file.format))
 
-    def weights(self, name: str) -> dict[str, NDArray[Any]]:
-        """Tensors of `weights/<name>.safetensors`, "initial" or "final", by name.
+    def tensors(self, name: str) -> dict[str, NDArray[Any]]:
+        """What the file holds: tensors of `weights/<name>.safetensors`, "initial" or "final", by name.
 
         Raises StoreError where the file is missing, DamagedError where it is unreadable.
         """

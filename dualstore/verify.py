@@ -158,7 +158,7 @@ def _limits(store: "Store", layer: Layer) -> tuple[float, float]:
     limit = LIMITS[dtype]
     try:
         before, after = trained(store, layer, "initial"), trained(store, layer)
-        if store.weights("final")[f"{layer.name}.weight"].dtype == np.float32:
+        if store.tensors("final")[f"{layer.name}.weight"].dtype == np.float32:
             dtype, limit = "float32", LIMITS["float32"]
     except DualstoreError:
         return limit, limit

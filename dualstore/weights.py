@@ -57,8 +57,10 @@ class Dual:
         return Affine(self.initial.weight + self.change.weight, self.initial.bias + self.change.bias)
 
 
-def rebuild(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"]) -> Dual:
+def rebuild(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], until: int | None = None) -> Dual:
     """The layer's weights from initial weights and rows, in one pass over its log, and its response to `queries`.
+
+    As they were after step `until`, by default after the last one.
 
     Memory: two matrices of the weights' size in float64 and one block of rows. Raises InexactError where the
     optimiser's coefficients are not known.
@@ -69,7 +71,7 @@ def rebuild(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"]) -> D
             f"not for {store.info_file.optimizer}; "
             "attention (query, totals, votes) is exact all the same"
         )
-    start = store.weights("initial")
+    start = store.tensors("initial")
     parts = {}
     for kind, group, shape in (
         ("weight", layer.weight_group, (layer.d_out, layer.d_in)),
@@ -79,12 +81,12 @@ def rebuild(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"]) -> D
         if kind == "weight" or layer.bias:
             _tensor(start, name, shape, store)
         buffer = start.get(f"{name}.momentum_buffer")
-        coefficients = sgd_coefficients(store.steps, layer, group, buffered=buffer is not None)
+        coefficients = sgd_coefficients(store.steps, layer, group, buffered=buffer is not None, until=until)
         parts[kind] = (coefficients, _initial(start, name, shape, coefficients, buffer))
     change = Affine(np.zeros((layer.d_out, layer.d_in)), np.zeros(layer.d_out))
     outputs = np.zeros((len(queries), layer.d_out))
     with np.errstate(invalid="ignore", over="ignore"):  # recorded NaN and infinity show in the residual
-        for steps, x, e in _rows(store, layer):
+        for steps, x, e in _rows(store, layer, until):
             scaled = e * parts["weight"][0].at(steps)[:, None]  # (rows, o)
             change.weight[...] += scaled.T @ x
             change.bias[...] += parts["bias"][0].at(steps) @ e
@@ -104,7 +106,7 @@ def read_weights(path: Path) -> dict[str, NDArray[np.generic]]:
 
 def trained(store: "Store", layer: Layer, name: str = "final") -> Affine:
     """The layer's weights as the network had them, "initial" or "final"."""
-    found = store.weights(name)
+    found = store.tensors(name)
     weight = _tensor(found, f"{layer.name}.weight", (layer.d_out, layer.d_in), store)
     bias = _tensor(found, f"{layer.name}.bias", (layer.d_out,), store) if layer.bias else np.zeros(layer.d_out)
     return Affine(weight, bias)
@@ -126,8 +128,10 @@ def _initial(
     return initial if buffer is None else initial + found.buffer * buffer.astype(np.float64)
 
 
-def _rows(store: "Store", layer: Layer) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
-    """(steps, x, e) of all patterns, x and e in float64."""
+def _rows(store: "Store", layer: Layer, until: int | None) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
+    """(steps, x, e) of all patterns up to a step at least, x and e in float64."""
     for group in store.patterns(layer).groups:
         for _, block in group.part.mapping.blocks(group, ["step", "x", "e"], _BLOCK_ROWS):
+            if until is not None and len(block["step"]) and block["step"][0] > until:
+                return
             yield block["step"], block["x"].astype(np.float64), block["e"].astype(np.float64)

@@ -147,12 +147,12 @@ class StoreWriter:
         if self._open.taken >= self._open.planned_steps or late:
             self.flush()
 
-    def write_probes(self, layer: Layer, rows: Columns, x: NDArray[Any], y: NDArray[Any]) -> None:
-        """Adds probes of one layer."""
+    def write_probes(self, layer: Layer, rows: Columns, x: NDArray[Any], y: NDArray[Any], g: NDArray[Any] | None = None) -> None:
+        """Adds probes of one layer; NaN stands for a g that was not recorded."""
         part = self._part(self._open.probes, "probes", layer, probe_columns)
         mark = part.mark()
         try:
-            part.append(rows, {"x": x, "y": y})
+            part.append(rows, {"x": x, "y": y, "g": np.full_like(y, np.nan) if g is None else g})
         except BaseException:
             part.rollback(mark)
             raise

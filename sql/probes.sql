@@ -1,6 +1,6 @@
 -- purpose: the recorded test examples of every layer; of a test_id probed twice both rows
 -- in: $files, the parts of probes/layer=*; relation tasks (task, name)
--- out: layer, test_id, position, step, label, task, predicted, x, y
+-- out: layer, test_id, position, step, label, task, predicted, x, y and, since format 2, g
 SELECT
     -- Not hive_partitioning: a folder above the store may be called `step=1`.
     CAST(regexp_extract(part.filename, 'layer=([0-9]+)[/\\][^/\\]*$', 1) AS INTEGER) AS layer,
@@ -10,7 +10,6 @@ SELECT
     part.label,
     tasks.name AS task,
     part.predicted,
-    part.x,
-    part.y
+    part.* EXCLUDE (filename, test_id, position, step, label, task, predicted)
 FROM read_parquet($files, filename = true, hive_partitioning = false) AS part
 LEFT JOIN tasks ON tasks.task = part.task

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dualstore.coefficients import Coefficients, sgd_coefficients
 from dualstore.errors import DamagedError
 from dualstore.schema import Layer
-from dualstore.steps import STEPS_SCHEMA, Steps
+from dualstore.steps import NOT_ADAPTIVE, STEPS_SCHEMA, Steps
 
 Array = NDArray[np.float64]
 
@@ -58,7 +58,7 @@ class Course:
 
 def steps_of(rows: Sequence[dict[str, Any]], idle: Sequence[bool], *, groups: Sequence[int] = (0,)) -> Steps:
     """The steps log of these settings; `idle` says where LAYER was passed over."""
-    common = {"epoch": 0, "batch_size": 1, "loss": 0.0, "rows": [0, 0]}
+    common = {"epoch": 0, "batch_size": 1, "loss": 0.0, "rows": [0, 0], **NOT_ADAPTIVE}
     values = [
         {**common, "step": step, "group": group, "idle": [LAYER.number] if passed else [0], **row}
         for step, (row, passed) in enumerate(zip(rows, idle, strict=True))
@@ -207,8 +207,21 @@ def test_coefficients_are_looked_up_by_step_and_zero_for_steps_not_in_the_log() 
     np.testing.assert_allclose(found.at(np.array([2, 0, 7, 2, -1], np.int32)), [-0.3, -0.1, 0, -0.3, 0])
 
 
+@pytest.mark.parametrize("buffered", [False, True], ids=["fresh", "resumed"])
+def test_weights_after_an_earlier_step_are_those_of_a_training_that_ended_there(*, buffered: bool) -> None:
+    settings = {"momentum": 0.9, "decay": 0.05, "dampening": 0.2}
+    whole = course(8, lambda step: {**settings, "lr": 0.1 / (1 + step)}, idle=(2, 5), buffered=buffered)
+    steps = steps_of([{**PLAIN, **row} for row in whole.settings], whole.idle)
+    for last in range(8):
+        kept = {name: getattr(whole, name)[: last + 1] for name in ("settings", "gradients", "idle")}
+        short = replace(whole, **kept)
+        found, expected = sgd_coefficients(steps, LAYER, 0, buffered=buffered, until=last), short.coefficients
+        assert (found.initial, found.buffer) == (expected.initial, expected.buffer)
+        np.testing.assert_array_equal(found.c, np.pad(expected.c, (0, 7 - last)))
+
+
 def test_each_parameter_group_has_coefficients_of_its_own() -> None:
-    common = {"epoch": 0, "batch_size": 1, "loss": 0.0, "rows": [0], "idle": []}
+    common = {"epoch": 0, "batch_size": 1, "loss": 0.0, "rows": [0], "idle": [], **NOT_ADAPTIVE}
     rows = [{**common, **PLAIN, "step": s, "group": g, "lr": 0.1 + g} for s in range(2) for g in (1, 0)]
     steps = Steps(pa.Table.from_pylist(rows, STEPS_SCHEMA).sort_by([("step", "ascending"), ("group", "ascending")]))
     np.testing.assert_allclose(sgd_coefficients(steps, LAYER, 0).c, [-0.1, -0.1])

@@ -810,7 +810,7 @@ def test_a_subclass_of_sgd_is_another_optimiser(tmp_path: Path) -> None:
 
 
 def probes(path: Path) -> list[dict[str, Any]]:
-    names = "layer, test_id, position, step, label, task, predicted, x, y"
+    names = "layer, test_id, position, step, label, task, predicted, x, y, g"
     return dualstore.open(path).sql(f"SELECT {names} FROM probes ORDER BY layer, test_id, position, step").to_dicts()
 
 
@@ -943,6 +943,53 @@ def test_a_probe_runs_without_gradients_and_leaves_no_rows(tmp_path: Path) -> No
             assert not model(X[:3]).requires_grad
         model(X[:3])  # outside batch(), but nothing comes back
     assert dualstore.open(tmp_path / "store").info()["rows"] == 0
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_probe_with_a_loss_records_its_gradient_at_every_output(tmp_path: Path, *, inplace: bool) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=inplace), nn.Linear(5, 3)).double().eval()
+    with dualstore.record(model, sgd(model), tmp_path / "store", dtype="float64") as recorder:
+        kept = [torch.full_like(p, 7.0) for p in model.parameters()]
+        for p, grad in zip(model.parameters(), kept, strict=True):
+            p.grad = grad.clone()
+        loss = nn.CrossEntropyLoss(reduction="none")
+        with recorder.probe(range(6), Y[:6], loss=lambda output: loss(output, Y[:6])):
+            model(X[:6])
+        for p, grad in zip(model.parameters(), kept, strict=True):
+            assert p.grad is not None
+            assert torch.equal(p.grad, grad)
+        with recorder.probe([7]):
+            model(X[7:8])
+    hidden = model[0](X[:6]).detach().requires_grad_()
+    output = model[2](hidden.clamp(min=0)).detach().requires_grad_()
+    loss(model[2](hidden.clamp(min=0)), Y[:6]).sum().backward()
+    loss(output, Y[:6]).sum().backward()
+    rows = probes(tmp_path / "store")
+    for layer, expected in ((0, hidden.grad), (1, output.grad)):
+        assert expected is not None
+        found = np.array([row["g"] for row in rows if row["layer"] == layer])
+        np.testing.assert_allclose(found[:6], expected.numpy(), rtol=1e-12, atol=1e-15)
+        assert np.isnan(found[6]).all()
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [
+        (lambda y: y.sum(), r"a tensor of shape \(\)"),
+        (lambda y: y, r"a tensor of shape \(2, 3\)"),
+        (lambda y: y.detach().sum(1), r"a tensor of shape \(2,\) that does not depend on the weights"),
+        (lambda y: 3.0, "float"),
+    ],
+    ids=["sum", "outputs", "detached", "number"],
+)
+def test_a_probe_wants_one_loss_for_each_row(tmp_path: Path, loss: Callable[[torch.Tensor], Any], shown: str) -> None:
+    model = mlp().eval()
+    recorder = dualstore.record(model, sgd(model), tmp_path / "store", dtype="float64")
+    match = f"probe\\(\\): loss: expected 2 losses, one for each id, found {shown}; "
+    with recorder, pytest.raises(RecordError, match=match), recorder.probe([1, 2], loss=loss):
+        model(X[:2])
+    assert dualstore.open(tmp_path / "store").info()["probes"] == 0
 
 
 def test_a_transformer_layer_is_probed_in_spite_of_its_fast_path(tmp_path: Path) -> None:

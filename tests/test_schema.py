@@ -100,9 +100,11 @@ def test_the_columns_of_patterns_and_probes_have_the_widths_of_the_layer(dtype: 
     patterns = pattern_columns(LAYER, dtype)
     probes = probe_columns(LAYER, dtype)
     assert [column.name for column in patterns] == ["step", "position", "sample_id", "label", "task", "x", "e"]
-    assert [column.name for column in probes] == ["test_id", "position", "step", "label", "task", "predicted", "x", "y"]
-    assert [(column.width, column.dtype) for column in (*patterns[-2:], *probes[-2:])] == [(784, dtype), (100, dtype)] * 2
-    assert {column.dtype for column in (*patterns[:-2], *probes[:-2])} == {"int32", "int64"}
+    assert [column.name for column in probes] == ["test_id", "position", "step", "label", "task", "predicted", "x", "y", "g"]
+    widths = [784, 100, 784, 100, 100]
+    assert [(column.width, column.dtype) for column in (*patterns[-2:], *probes[-3:])] == [(width, dtype) for width in widths]
+    assert {column.dtype for column in (*patterns[:-2], *probes[:-3])} == {"int32", "int64"}
+    assert probe_columns(LAYER, dtype, 1) == probes[:-1]
 
 
 def test_the_bytes_of_a_row_follow_from_type_and_width() -> None:

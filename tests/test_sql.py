@@ -113,7 +113,7 @@ def test_samples_hold_what_was_recorded_with_the_names_of_tasks(store: Store) ->
 
 def test_probes_hold_both_rows_of_an_example_probed_twice(store: Store) -> None:
     found = store.sql("SELECT * FROM probes WHERE layer = 1 ORDER BY step, test_id").to_arrow()
-    assert found.column_names == ["layer", "test_id", "position", "step", "label", "task", "predicted", "x", "y"]
+    assert found.column_names == ["layer", "test_id", "position", "step", "label", "task", "predicted", "x", "y", "g"]
     order = [1, 0, 2]
     for name in ("test_id", "position", "step", "label", "predicted", "x", "y"):
         assert found.column(name).to_pylist() == PROBES[1][name][order].tolist()
@@ -258,6 +258,7 @@ def test_a_store_without_rows_has_empty_relations(tmp_path: Path) -> None:
         "predicted",
         "x",
         "y",
+        "g",
     ]
     assert store.sql("SELECT * FROM samples").columns == ["sample_id", "task", "label", "payload", "mime"]
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualstore.errors import DamagedError
-from dualstore.steps import STEPS_SCHEMA, Steps
+from dualstore.steps import NOT_ADAPTIVE, STEPS_SCHEMA, Steps
 from dualstore.writer import write_table
 
 
@@ -27,6 +27,7 @@ def row_of(step: int, group: int = 0, **changed: Any) -> dict[str, Any]:
         "momentum": 0.9,
         "dampening": 0.0,
         "decay": 1e-4 * group,
+        **NOT_ADAPTIVE,
         "nesterov": step % 2 == 0,
         "maximize": False,
         "clip": 1.0,
@@ -195,7 +196,14 @@ def naming(path: Path, text: str = "") -> str:
     return rf"\A{re.escape(str(path))}: expected the columns of a steps part, found [^\n]*{text}[^\n]*\Z"
 
 
-@pytest.mark.parametrize("name", STEPS_SCHEMA.names)
+def test_a_part_of_format_1_has_no_columns_of_adaptive_optimisers(tmp_path: Path) -> None:
+    path = tmp_path / "part-0-000000.parquet"
+    table = table_of([row_of(0), row_of(1)])
+    pq.write_table(table.drop_columns(list(NOT_ADAPTIVE)), path)
+    assert Steps.read([path]).table.equals(table)
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS_SCHEMA.names if name not in NOT_ADAPTIVE])
 def test_a_part_that_lacks_a_column_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / "part-0-000000.parquet"
     pq.write_table(table_of([row_of(0)]).drop_columns([name]), path)

@@ -330,7 +330,7 @@ def test_probes_samples_and_weights_are_written_with_the_next_flush(tmp_path: Pa
     assert np.array_equal(rows_in(found.probes(LAYERS[1]))["y"][:, 0], [0, 0, 1, 1, 2, 2])
     (samples,) = found.part_paths("samples")
     assert pq.read_table(samples).equals(pa.concat_tables(map(samples_of, range(3))))
-    assert np.array_equal(found.weights("initial")["first.weight"], tensors["first.weight"])
+    assert np.array_equal(found.tensors("initial")["first.weight"], tensors["first.weight"])
 
 
 def test_store_json_says_what_is_known(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from dualstore.writer import SAMPLES_SCHEMA, StoreWriter
 __all__ = ["Recorder", "record"]
 
 QUEUE_BYTES = 64 << 20
+_Vectors = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 @dataclass(slots=True, eq=False)
@@ -179,29 +180,41 @@ class Recorder:
 
     @contextmanager
     def probe(
-        self, test_id: Any, label: Any = None, task: str | Sequence[str] | None = None, predicted: Any = None
+        self,
+        test_id: Any,
+        label: Any = None,
+        task: str | Sequence[str] | None = None,
+        predicted: Any = None,
+        loss: Callable[[Any], torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Records each layer's input and output for test examples: the queries to ask later. Runs without gradients.
+        """Records each layer's input and output for test examples: the queries to ask later.
 
         Call the model once inside, on n rows named by `test_id`. `predicted` defaults to the largest element of the
         model's output. A test id that is probed again replaces the earlier probe.
 
-        Raises RecordError where ids and rows do not fit. Warns where the model is in training mode.
+        Args:
+            loss: a function of the model's output that gives one loss for each row, (n,), say
+                `lambda output: cross_entropy(output, labels, reduction="none")`. Its gradient at each layer's output is
+                recorded, too: influence needs it. The model's own gradients stay as they are. Without it, the model runs
+                without gradients.
+
+        Raises RecordError where ids, rows or losses do not fit. Warns where the model is in training mode.
         """
         self._check_open()
         if self._model.training:
             _warn("probe() while the model is in training mode: dropout and batch norm are active; call model.eval() first")
         names = Names.check("probe()", test_id, label, task, self._tasks)
-        probe = self._probe = _Probe(names, predicted)
+        probe = self._probe = _Probe(names, predicted, loss)
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(loss is not None):
                 yield
         finally:
             self._probe = None
+        probe.differentiate([weight for weight in self._weights.values() if weight.requires_grad])
         rows = probe.columns(self.steps, self._dtype)
-        for number, (columns, x, y) in rows.items():
+        for number, (columns, x, y, g) in rows.items():
             layer = self._found.layers[number]
-            self._put(partial(self._writer.write_probes, layer, columns, x, y), x.nbytes + y.nbytes)
+            self._put(partial(self._writer.write_probes, layer, columns, x, y, g), x.nbytes + 2 * y.nbytes)
 
     def samples(self, sample_id: Any, label: Any, payload: Any, task: str | Sequence[str] | None = None) -> None:
         """Stores what a person wants to see of training samples: images (as PNG) or texts. Call it once a sample."""
@@ -259,10 +272,7 @@ class Recorder:
             self._probe.see(layer, x, output)
         elif output.requires_grad:
             call = None if self._batch is None else self._call(layer, self._batch, x)
-            # Of a view, an operation in place moves the history to its base: the error passes there.
-            base = output._base
-            source = base if base is not None and base.numel() == output.numel() and base.requires_grad else output
-            source.register_hook(partial(self._error_arrived, layer, call))
+            _source(output).register_hook(partial(self._error_arrived, layer, call))
 
     def _call(self, layer: Layer, batch: Batch, x: torch.Tensor) -> _Call:
         claim = batch.names.claim(layer.number, layer.name, x.shape)
@@ -304,7 +314,7 @@ class Recorder:
 
     def _look(self, optimizer: torch.optim.Optimizer) -> _Taken:
         taken = _Taken(
-            groups=[_settings(group) for group in optimizer.param_groups],
+            groups=[_settings(optimizer, group) for group in optimizer.param_groups],
             changes=[[self._watch.change(parameter) for parameter in some] for some in self._watched],
             idle=[number for number, weight in self._weights.items() if weight.grad is None],
             epoch=self._epochs.epoch,
@@ -482,34 +492,62 @@ class Recorder:
 class _Probe:
     """Layer inputs and outputs of one `probe()` context."""
 
-    def __init__(self, names: Names, predicted: Any) -> None:
-        self._names = names
+    def __init__(self, names: Names, predicted: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
+        self._names, self._loss = names, loss
         self._given = None if predicted is None else labels_of(predicted, len(names.ids), "probe(): predicted")
         self._output: torch.Tensor | None = None
+        self._outcome: Any = None
+        """The model's output as it gave it."""
         self._seen: list[tuple[Layer, Claim, torch.Tensor, torch.Tensor]] = []
+        self._gradients: dict[int, torch.Tensor] = {}
+        """By place in `_seen`."""
 
     def see(self, layer: Layer, x: torch.Tensor, output: torch.Tensor) -> None:
         claim = self._names.claim(layer.number, layer.name, x.shape)
         # Copies: a layer that works in place after this one would change them.
+        if self._loss is not None and output.requires_grad:
+            _source(output).register_hook(partial(self._see_gradient, len(self._seen)))
         self._seen.append((layer, claim, x.detach().clone(), output.detach().clone()))
 
+    def _see_gradient(self, place: int, gradient: torch.Tensor) -> None:
+        self._gradients[place] = gradient.detach().clone()
+
     def see_output(self, output: Any) -> None:
+        self._outcome = output
         first = output[0] if isinstance(output, tuple | list) and output else getattr(output, "logits", output)
         if isinstance(first, torch.Tensor) and first.ndim > 1 and first.shape[-1] > 1:
             self._output = first
 
-    def columns(self, step: int, dtype: str) -> dict[int, tuple[dict[str, NDArray[Any]], NDArray[Any], NDArray[Any]]]:
-        """Scalar columns, x and y of each layer."""
+    def differentiate(self, weights: Sequence[torch.Tensor]) -> None:
+        """Takes the gradients of the loss at the outputs that were seen; nothing is added to those of the weights."""
+        if self._loss is None or not self._seen:
+            return
+        with torch.enable_grad():
+            losses: Any = self._loss(self._outcome)
+            if not isinstance(losses, torch.Tensor) or losses.shape != (len(self._names.ids),) or not losses.requires_grad:
+                what = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
+                what += " that does not depend on the weights" if getattr(losses, "requires_grad", True) is False else ""
+                raise RecordError(
+                    f"probe(): loss: expected {len(self._names.ids)} losses, one for each id, found {what}; "
+                    'losses of torch give them with reduction="none"'
+                )
+            torch.autograd.grad(losses.sum(), weights, allow_unused=True)
+        self._outcome = None
+
+    def columns(self, step: int, dtype: str) -> "dict[int, tuple[dict[str, NDArray[Any]], *_Vectors]]":
+        """Scalar columns, x, y and g of each layer; g is NaN where no loss was given or none depends on the layer."""
         if not self._seen:
             raise RecordError("probe(): no recorded layer was called; call the model inside `with rec.probe(...):`")
         found: dict[int, list[dict[str, NDArray[Any]]]] = {}
-        for layer, claim, x, y in self._seen:
+        for place, (layer, claim, x, y) in enumerate(self._seen):
+            g = self._gradients.get(place, torch.full_like(y, float("nan")))
             columns = dict(claim.columns())
             ids = columns.pop("sample_id")
             rows = {"test_id": ids, **columns, "step": np.full(len(ids), step, np.int32), "predicted": self._predicted(claim)}
-            found.setdefault(layer.number, []).append(rows | {"x": _vectors(x, dtype), "y": _vectors(y, dtype)})
+            rows |= {name: _vectors(tensor, dtype) for name, tensor in (("x", x), ("y", y), ("g", g))}
+            found.setdefault(layer.number, []).append(rows)
         joined = {n: {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]} for n, pieces in found.items()}
-        return {number: (columns, columns.pop("x"), columns.pop("y")) for number, columns in joined.items()}
+        return {n: (columns, columns.pop("x"), columns.pop("y"), columns.pop("g")) for n, columns in joined.items()}
 
     def _predicted(self, claim: Claim) -> NDArray[Any]:
         values = self._given
@@ -520,13 +558,27 @@ class _Probe:
         return claim.spread(values)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _source(output: torch.Tensor) -> torch.Tensor:
+    """The tensor whose gradient is that of a layer's output, also where operations in place follow."""
+    base = output._base  # of a view, an operation in place moves the history to its base
+    return base if base is not None and base.numel() == output.numel() and base.requires_grad else output
+
+
+def _settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of `steps/` that the optimiser's parameter group sets."""
+    betas = group.get("betas", (0.0, group.get("alpha", 0.0)))
     return {
         "lr": float(group.get("lr", float("nan"))),
         "momentum": float(group.get("momentum", 0.0)),
         "dampening": float(group.get("dampening", 0.0)),
         "decay": float(group.get("weight_decay", 0.0)),
+        "beta1": float(betas[0]),
+        "beta2": float(betas[1]),
+        "eps": float(group.get("eps", 0.0)),
+        "lr_decay": float(group.get("lr_decay", 0.0)),
+        "amsgrad": bool(group.get("amsgrad", False)),
+        "centered": bool(group.get("centered", False)),
+        "decoupled": bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
         "nesterov": bool(group.get("nesterov", False)),
         "maximize": bool(group.get("maximize", False)),
     }
