@@ -14,6 +14,8 @@ from .options import (
     output_option,
     query_options,
     query_vector,
+    score_of,
+    score_options,
     store_option,
     where_option,
 )
@@ -36,20 +38,22 @@ _SAME_AS_TOP = 0
 @click.option("--min-alpha", type=Finite(), help="Only patterns whose alpha, or |alpha| with --abs, is at least this.")
 @where_option
 @click.option("--per", help="SQL expression: the best of each of its values, e.g. label.")
+@score_options
 @explain_option
 @budget_options
 @output_option
 def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, top: int,
-          bottom: int | None, absolute: bool, min_alpha: float | None, where: str | None, per: str | None, explain: bool,
-          memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
-    """The training patterns with the largest alpha: whose key is most like the query.
+          bottom: int | None, absolute: bool, min_alpha: float | None, where: str | None, per: str | None, score: str,
+          output_of: str | None, at_step: int | None, explain: bool, memory_mb: int, threads: int,
+          output: str) -> None:  # fmt: skip
+    """The training patterns with the largest alpha, whose key is most like the query; or with the largest --score.
 
     Exact and ordered: ties by step, sample_id, position.
     """
     result = open_from(store, memory_mb, threads).query(
         layer=layer_of(layer), position=position, top=bottom or top, bottom=bottom is not None, absolute=absolute,
         min_alpha=min_alpha, where=where, per=per,
-        **query_vector(test_ids, vector),
+        **score_of(score, output_of, at_step), **query_vector(test_ids, vector),
     )  # fmt: skip
     print_result(result, output)
     if explain:
@@ -65,16 +69,17 @@ def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: st
 @click.option("--abs", "absolute", is_flag=True, help="Sum |alpha|.")
 @click.option("--paper", is_flag=True, help="The paper's rule: |alpha| at the first layer, alpha at the others.")
 @where_option
+@score_options
 @explain_option
 @budget_options
 @output_option
 def totals(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, by: str,
-           absolute: bool, paper: bool, where: str | None, explain: bool, memory_mb: int, threads: int,
-           output: str) -> None:  # fmt: skip
-    """Sums of alpha over groups of training patterns, largest first."""
+           absolute: bool, paper: bool, where: str | None, score: str, output_of: str | None, at_step: int | None,
+           explain: bool, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+    """Sums of alpha, or of another --score, over groups of training patterns, largest first."""
     result = open_from(store, memory_mb, threads).totals(
         layer=layer_of(layer), position=position, by=by, absolute=absolute, paper=paper, where=where,
-        **query_vector(test_ids, vector),
+        **score_of(score, output_of, at_step), **query_vector(test_ids, vector),
     )  # fmt: skip
     print_result(result, output)
     if explain:
@@ -101,12 +106,15 @@ def votes(store: Path, layer: str | None, where: str | None, memory_mb: int, thr
 @click.option("--test-id", type=int, help="Query of the relation `attention`: a recorded test example.")
 @click.option("--vector", type=click.Path(path_type=Path), help="Query of the relation `attention`: a .npy file.")
 @click.option("--position", type=int, help="Position of the test example's row; by default the last.")
+@score_options
 @budget_options
 @output_option
 def sql(text: str, store: Path, layer: str | None, test_id: int | None, vector: Path | None, position: int | None,
-        memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+        score: str, output_of: str | None, at_step: int | None, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
     """SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention."""
     asked: dict[str, Any] = query_vector(() if test_id is None else (test_id,), vector)
     chosen = None if layer is None else layer_of(layer)
-    result = open_from(store, memory_mb, threads).sql(text, layer=chosen, position=position, **asked)
+    result = open_from(store, memory_mb, threads).sql(
+        text, layer=chosen, position=position, **score_of(score, output_of, at_step), **asked
+    )
     print_result(result, output)

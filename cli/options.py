@@ -22,6 +22,8 @@ __all__ = [
     "output_option",
     "query_options",
     "query_vector",
+    "score_of",
+    "score_options",
     "store_option",
     "where_option",
 ]
@@ -83,6 +85,13 @@ query_options = _stack(
 
 explain_option = click.option("--explain", is_flag=True, help="Say on standard error what the answer cost: path, bytes, times.")
 
+score_options = _stack(
+    click.option("--score", type=click.Choice(["attention", "contribution", "influence"]), default="attention", show_default=True,
+                 help="What counts: alpha; what the pattern adds to an output; its effect on the probe's loss."),
+    click.option("--output", "output_of", help="With --score contribution: output number, predicted or label."),
+    click.option("--at-step", type=int, help="The memory as it was after this step."),
+)  # fmt: skip
+
 where_option = click.option("--where", help="SQL condition on step, epoch, sample_id, position, label, task.")
 
 
@@ -101,6 +110,14 @@ def query_vector(test_ids: tuple[int, ...], vector: Path | None) -> dict[str, An
         return {"x": np.load(vector, allow_pickle=False)}
     except Exception as error:  # numpy lets through whatever its parsers of headers and archives raise
         raise QueryError(f"{vector}: expected a .npy file of numbers, found {error or type(error).__name__}") from error
+
+
+def score_of(score: str, output_of: str | None, at_step: int | None) -> dict[str, Any]:
+    """Score, output and step of a question, as the library takes them."""
+    output: int | str | None = output_of
+    if output_of is not None and output_of.removeprefix("-").isdecimal():
+        output = int(output_of)
+    return {"score": score, "output": output, "at_step": at_step}
 
 
 def layer_of(text: str) -> int | str:

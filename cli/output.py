@@ -27,6 +27,8 @@ def print_result(result: Result, output: str, percent: Sequence[str] = ()) -> No
     else:
         rows = [[_percent(value) if name in percent else format_value(value) for name, value in row.items()] for row in result]
         print_table(result.title, result.columns, rows)
+        for note in result.notes:
+            click.echo(note)
 
 
 def print_explain(result: Result) -> None:

@@ -14,6 +14,7 @@ from dualstore.kernels import dots, error_bound, exact_dots
 from dualstore.log import Log
 from dualstore.part import upper_norm
 from dualstore.scan import Options, Piece
+from dualstore.scores import Score
 from dualstore.shapes import Bool, Float, Float64, Int64
 
 __all__ = ["Best", "Ranking", "rank_within"]
@@ -49,14 +50,21 @@ class Best:
     """The best rows so far of each query and group."""
 
     def __init__(
-        self, queries: Float[ndarray, "m d"], k: int, options: Options, floor: float | None = None, *, paired: bool = False
+        self,
+        queries: Float[ndarray, "m d"],
+        k: int,
+        options: Options,
+        floor: float | None = None,
+        *,
+        paired: bool = False,
+        score: Score | None = None,
     ) -> None:
-        """Only rows whose alpha is at least `floor` count.
+        """Only rows whose alpha is at least `floor` count. Where a score is given, rows are ranked by it instead of alpha.
 
         `paired` says that the second half of the queries are the negatives of the first and k rows are wanted of both
         together: what is below the k-th best of one is then of no use for the other.
         """
-        self._queries, self.k, self._paired = queries, k, paired
+        self._queries, self.k, self._paired, self._score = queries, k, paired, score
         # Pairs that may wait: two copies of the key, the query as it is and in float64.
         self._pairs = max(1, options.budget_bytes // 4 // (24 * queries.shape[1] + 128))
         # A power of two is exact; it keeps products of tiny or huge queries inside the range of the fast kernel.
@@ -94,6 +102,26 @@ class Best:
         if len(hits):
             self._add(piece, *np.divmod(hits, scores.shape[1]))
 
+    def offer_valued(self, piece: Piece, scores: Float[ndarray, "n m"], norm: float) -> None:
+        """The same where rows are ranked by a score: alpha times a value of the row's own."""
+        assert self._score is not None
+        value, off = self._score.estimates(piece.steps(slice(None)), piece.selected_errors(slice(None)))
+        alpha, error = scores.astype(np.float64) / self._scale, self._error(norm) / self._scale
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = alpha * value
+            slack = (np.abs(alpha) + error) * off + np.abs(value) * error
+            slack += 1e-15 * np.abs(found) + 1e-300  # what the last products round
+            if piece.codes is None:
+                cuts, behind = self._kth[:, 0].copy(), len(found) - self.k
+                for j in np.flatnonzero(~self._full[:, 0]) if behind > 0 else ():
+                    cuts[j] = np.fmax(cuts[j], np.partition(found[:, j] - slack[:, j], behind)[behind])
+            else:
+                self.grow(int(piece.codes.max(initial=0)) + 1)
+                cuts = self._kth.T[piece.codes]
+            hits = np.flatnonzero(~(found + slack < cuts))
+        if len(hits):
+            self._add(piece, *np.divmod(hits, scores.shape[1]))
+
     def _cuts(self, scores: Float[ndarray, "n m"], norm: float) -> Float64[ndarray, " m"]:
         error, behind = self._error(norm), len(scores) - self.k
         cuts: ndarray = self._kth[:, 0] * self._scale - error
@@ -118,20 +146,22 @@ class Best:
             local = piece.local[some]
             step, sample, position = (piece.mapping.array(piece.group, name)[local] for name in ("step", "sample_id", "position"))
             codes = np.zeros(len(some), np.int64) if piece.codes is None else piece.codes[some]
+            values = np.ones(len(some))
+            if self._score is not None:
+                values = self._score.values(step, piece.selected_errors(some), asked)
             keys = np.array(piece.selected_keys(some))  # a copy: what it is taken from may be large
-            self._pending.append(
-                (keys, _Rows(asked, codes, np.zeros(len(some)), step, sample, position, local + piece.group.first))
-            )
+            self._pending.append((keys, _Rows(asked, codes, values, step, sample, position, local + piece.group.first)))
             self._waiting += len(some)
             if not len(self._kept.row) or self._waiting > min(self._pairs, max(_PENDING, len(self._kept.row))):
                 self._merge()
 
     def _merge(self) -> None:
-        """Computes alpha for the rows that wait, and ranks them among the best."""
+        """Computes alpha for the rows that wait, times their values, and ranks them among the best."""
         new = _Rows(*map(np.concatenate, zip(*(rows for _, rows in self._pending), strict=True)))
         keys = np.concatenate([keys for keys, _ in self._pending])
         self._pending, self._waiting = [], 0
-        values = exact_dots(keys, self._queries_of(new.query))
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = exact_dots(keys, self._queries_of(new.query)) * new.value + 0.0
         self.grow(int(new.code.max(initial=0)) + 1)
         wanted = np.flatnonzero(values >= self._kth[new.query, new.code])  # false for NaN
         self._rank(_Rows(*(field[wanted] for field in new._replace(value=values))))

@@ -29,6 +29,14 @@ class Queries:
     names: Int64[ndarray, " m"]
     title: str
     """What is asked, for the answer's title."""
+    probes: "ProbeRows | None" = None
+    """The recorded examples that are asked with, in their order; None for given vectors."""
+
+    def named(self, number: int) -> str:
+        """How a note calls one of the queries: " of test 3"; nothing for a single vector."""
+        if self.probes is not None:
+            return f" of test {self.names[number]}"
+        return "" if self.column is None else f" of query {self.names[number]}"
 
 
 @dataclass(frozen=True)
@@ -79,11 +87,13 @@ def find_queries(
     if ids.dtype.kind not in "iu" or ids.ndim != 1 or not len(ids):
         raise QueryError(f"test_id: expected whole numbers, found {test_id!r}")
     rows = ProbeRows.of(store.probes(layer))
-    places = [_place(store, layer, rows, int(wanted), position) for wanted in ids]
-    vectors = np.concatenate([rows.vectors("x", place, place + 1) for place in places])
+    places = np.array([_place(store, layer, rows, int(wanted), position) for wanted in ids])
+    probes = ProbeRows(rows.log, rows.test_id[places], rows.position[places], rows.row[places])
+    vectors = probes.vectors("x")
     _check_finite(vectors, f"the recorded probe of layer {layer.name!r}")
     shown = f"test {ids[0]}" if single else f"{len(ids)} tests"
-    return Queries(vectors, None if single else "test_id", ids.astype(np.int64), f"{shown}, layer {layer.number} ({layer.name})")
+    title = f"{shown}, layer {layer.number} ({layer.name})"
+    return Queries(vectors, None if single else "test_id", ids.astype(np.int64), title, probes)
 
 
 def _place(store: "Store", layer: Layer, rows: ProbeRows, test_id: int, position: int | None) -> int:

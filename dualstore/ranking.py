@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+from numpy import ndarray
+from numpy.typing import ArrayLike
 
+from dualstore.best import Ranking
 from dualstore.errors import QueryError
 from dualstore.explain import Explain
+from dualstore.kernels import exact_dots
+from dualstore.log import Log
 from dualstore.probes import Queries
 from dualstore.result import Result
 from dualstore.rows import ROW_COLUMNS, Selector
 from dualstore.schema import Layer
+from dualstore.scores import Score
+from dualstore.scoring import check_step, explained, find_score
 from dualstore.sketch import read_sketches
 from dualstore.topk import top_k
 
@@ -20,6 +27,8 @@ if TYPE_CHECKING:
     from dualstore.store import Store
 
 __all__ = ["rank_patterns"]
+
+_BLOCK_ROWS = 1024
 
 
 def rank_patterns(
@@ -33,6 +42,10 @@ def rank_patterns(
     min_alpha: Any,
     where: str | None,
     per: str | None,
+    score: str,
+    output: Any,
+    gradient: ArrayLike | None,
+    at_step: Any,
 ) -> Result:
     """See `Store.query`."""
     if isinstance(top, bool) or not isinstance(top, int | np.integer) or top < 1:
@@ -40,7 +53,11 @@ def rank_patterns(
     if bottom and (absolute or min_alpha is not None):
         raise QueryError("bottom: expected without absolute and min_alpha; ask sql for the relation `attention` instead")
     floor = None if min_alpha is None else _number(min_alpha)
-    select = Selector(store.labelling, where, per)
+    until = check_step(store, at_step)
+    valued = find_score(store, layer, queries, score, output, gradient, until)
+    if valued is not None and floor is not None:
+        raise QueryError(f"min_alpha: expected with the score attention only, found {score}")
+    select = Selector(store.labelling, where, per, until)
     index = store.index(layer)
     log = index.log
     explain = Explain(layer.d_in * queries.vectors.itemsize, log.rows)
@@ -53,7 +70,8 @@ def rank_patterns(
         magnitude=absolute,
         floor=floor,
         options=store.options,
-        sketches=read_sketches(index, layer.d_in),
+        sketches=read_sketches(index, layer.d_in) if valued is None else (),
+        score=valued,
         explain=explain,
     )
     rows = store.labelling.take(log, ranking.row)
@@ -62,13 +80,31 @@ def rank_patterns(
         columns[queries.column] = queries.names[ranking.query]
     if per is not None and per.strip() not in ROW_COLUMNS:
         columns["group"] = pa.array([select.values[code] for code in ranking.code], select.value_type)
-    columns |= {"rank": ranking.rank, "alpha": ranking.alpha}
+    columns |= {"rank": ranking.rank}
+    columns |= {"alpha": ranking.alpha} if valued is None else _valued(log, queries, valued, ranking)
     columns |= {name: rows.column(name) for name in ROW_COLUMNS}
     columns["task"] = pa.array(rows.column("task").to_pylist(), pa.string())
     table = _by_group(pa.table(columns), ranking.query, per, select.values, ranking.code)
-    shown = f"{'bottom' if bottom else 'top'} {top}" + (" by |alpha|" if absolute else "") + (f" per {per}" if per else "")
-    shown += (f" where {where}" if where else "") + ("" if floor is None else f", at least {floor:g}")
-    return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}", explain)
+    by = "alpha" if valued is None else score
+    shown = f"{'bottom' if bottom else 'top'} {top}" + (f" by |{by}|" if absolute else "" if valued is None else f" by {by}")
+    shown += (f" per {per}" if per else "") + (f" where {where}" if where else "")
+    shown += ("" if floor is None else f", at least {floor:g}") + ("" if until is None else f", after step {until}")
+    notes: list[str] = []
+    if valued is not None:
+        sums = np.bincount(ranking.query, ranking.alpha, len(queries.vectors))
+        notes = explained(store, layer, queries, valued, sums.tolist(), until)
+    return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}", explain, notes)
+
+
+def _valued(log: Log, queries: Queries, score: Score, ranking: Ranking) -> dict[str, ndarray]:
+    """The score of ranked rows, and the two factors it is the product of."""
+    alpha, value = np.empty(len(ranking.row)), np.empty(len(ranking.row))
+    for start in range(0, len(ranking.row), _BLOCK_ROWS):
+        some = slice(start, start + _BLOCK_ROWS)
+        found, asked = log.take(["step", "x", "e"], ranking.row[some]), ranking.query[some]
+        alpha[some] = exact_dots(found["x"], queries.vectors[asked])
+        value[some] = score.values(found["step"], found["e"], asked)
+    return {score.name: ranking.alpha, "alpha": alpha, "value": value}
 
 
 def _number(given: Any) -> float:

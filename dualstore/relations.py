@@ -12,6 +12,7 @@ from dualstore.errors import DualstoreError, QueryError
 from dualstore.result import Result
 from dualstore.rows import Selector
 from dualstore.schema import Layer
+from dualstore.scores import Score
 from dualstore.totals import attention
 
 if TYPE_CHECKING:
@@ -23,27 +24,35 @@ __all__ = ["run_sql"]
 class _Attention:
     """The relation `attention`: computed anew whenever DuckDB reads it, a piece at a time."""
 
-    def __init__(self, store: "Store", layer: Layer, query: ndarray) -> None:
-        self._store, self._layer, self._query = store, layer, query
+    def __init__(self, store: "Store", layer: Layer, query: ndarray, score: Score | None, until: int | None) -> None:
+        self._store, self._layer, self._query, self._score, self._until = store, layer, query, score, until
         self.error: DualstoreError | None = None
         """What went wrong while DuckDB was reading."""
-        self._schema = store.labelling.empty().append_column("alpha", pa.array([], pa.float64())).schema
+        empty = store.labelling.empty().append_column("alpha", pa.array([], pa.float64()))
+        self._schema = (empty if score is None else empty.append_column(score.name, pa.array([], pa.float64()))).schema
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
         reader = pa.RecordBatchReader.from_batches(self._schema, self._batches())
         return reader.__arrow_c_stream__(requested_schema)
 
     def _batches(self) -> Iterable[pa.RecordBatch]:
-        select = Selector(self._store.labelling, None, None)
+        select = Selector(self._store.labelling, None, None, self._until)
         try:
-            for table in attention(self._store, self._layer, self._query, select):
+            for table in attention(self._store, self._layer, self._query, select, score=self._score):
                 yield from table.cast(self._schema).to_batches()
         except DualstoreError as error:
             self.error = error
             raise
 
 
-def run_sql(store: "Store", text: str, layer: Layer | None, query: ndarray | None) -> Result:
+def run_sql(
+    store: "Store",
+    text: str,
+    layer: Layer | None,
+    query: ndarray | None,
+    score: Score | None = None,
+    until: int | None = None,
+) -> Result:
     """See `Store.sql`."""
     from dualstore.database import Database  # DuckDB is slow to start
 
@@ -58,7 +67,7 @@ def run_sql(store: "Store", text: str, layer: Layer | None, query: ndarray | Non
             database.view(folder, folder, {"files": [_literal(path) for path in paths]})
         else:
             database.register(folder, empty.empty_table())
-    attended = None if layer is None or query is None else _Attention(store, layer, query)
+    attended = None if layer is None or query is None else _Attention(store, layer, query, score, until)
     if attended is not None:
         database.register("attention", attended)
     try:

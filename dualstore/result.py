@@ -1,7 +1,7 @@
 """An answer: an Arrow table that shows itself in a terminal or a notebook and turns into what the user works with."""
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,15 +17,17 @@ _SHOWN_ROWS = 100
 
 
 class Result:
-    """Rows of an answer, in order. `title` says what was asked, `explain` what it cost."""
+    """Rows of an answer, in order. `title` says what was asked, `explain` what it cost, `notes` what it means."""
 
-    def __init__(self, table: pa.Table, title: str, explain: Explain | None = None) -> None:
+    def __init__(self, table: pa.Table, title: str, explain: Explain | None = None, notes: Sequence[str] = ()) -> None:
         names = list(table.column_names)
         if len(set(names)) < len(names):
             table = table.rename_columns(_distinct(names))
         self.table = table
         self.title = title
         self.explain = explain
+        self.notes = tuple(notes)
+        """What its numbers mean, in a sentence each."""
 
     @property
     def columns(self) -> list[str]:
@@ -56,7 +58,7 @@ class Result:
         rows = [[format_value(value) for value in row.values()] for row in self._shown()]
         widths = [max(map(len, column)) for column in zip(self.columns, *rows, strict=True)]
         lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in [self.columns, *rows]]
-        return "\n".join([self.title, *lines, *self._omitted()])
+        return "\n".join([self.title, *lines, *self._omitted(), *self.notes])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
@@ -65,7 +67,8 @@ class Result:
             for row in self._shown()
         )
         caption = html.escape(" ".join([self.title, *self._omitted()]))
-        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        table = f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        return table + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
 
     def _shown(self) -> list[dict[str, Any]]:
         return _dicts(self.table.slice(0, min(_SHOWN_ROWS, len(self))))

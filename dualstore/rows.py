@@ -85,14 +85,18 @@ class Selector:
     Raises QueryError where an expression is wrong, before any row is read.
     """
 
-    def __init__(self, labelling: Labelling, where: str | None, per: str | None) -> None:
-        self._labelling, self._where, self._per = labelling, where, per
+    def __init__(self, labelling: Labelling, where: str | None, per: str | None, until: int | None = None) -> None:
+        """With `until`, only rows up to that step."""
+        self._labelling, self._per = labelling, per
+        both = where if until is None else f"step <= {until}" if where is None else f"({where}\n) AND step <= {until}"
+        self.where = both
+        """The whole condition."""
         self.values: list[Any] = [] if per else [None]
         """The distinct values of `per` in order of appearance."""
         self.value_type: pa.DataType = pa.null()
         """Arrow type of `values`."""
         self._codes: dict[Any, int] = {}
-        self._all = where is None and per is None
+        self._all = both is None and per is None
         if not self._all:
             from dualstore.database import Database  # DuckDB is slow to start; most questions do without
 
@@ -122,11 +126,11 @@ class Selector:
     @property
     def everywhere(self) -> bool:
         """Whether no row is left out."""
-        return self._where is None
+        return self.where is None
 
     def among(self, log: Log, rows: Int64[ndarray, " n"]) -> Bool[ndarray, " n"] | None:
         """Which of some row numbers are selected; None for all."""
-        if self._where is None:
+        if self.where is None:
             return None
         chosen = np.zeros(len(rows), bool)
         chosen[self._select(self._labelling.take(log, rows)).column("_row").to_numpy()] = True
@@ -146,7 +150,7 @@ class Selector:
     def _select(self, table: pa.Table) -> pa.Table:
         numbered = table.append_column("_row", pa.array(np.arange(table.num_rows)))
         group = "" if self._per is None else f', ({self._per}\n) AS "_group"'
-        found = self._database.select(numbered, self._where, "_row" + group)
+        found = self._database.select(numbered, self.where, "_row" + group)
         if self._per is not None:
             kind = found.schema.field("_group").type
             self.value_type = kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -1,7 +1,7 @@
 """The streamed scan: every selected key is read once, in blocks within a memory budget."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from dualstore.log import Group, Log, Mapping
 from dualstore.rows import Select, Selection
-from dualstore.shapes import Float, Int64
+from dualstore.shapes import Float, Int32, Int64
 
 __all__ = ["Options", "Piece", "block_rows_of", "computed", "pieces"]
 
@@ -49,6 +49,8 @@ class Piece:
     local: Int64[ndarray, " s"]
     """Row number in the group of each selected row."""
     codes: Int64[ndarray, " s"] | None
+    errors: Float[ndarray, "n o"] | None = None
+    """The error of each of `keys`, where it was asked for."""
 
     def chosen(self, values: ndarray) -> ndarray:
         """Of values for each row of `keys`, those of the selected rows."""
@@ -58,17 +60,32 @@ class Piece:
         """Keys of some of the selected rows."""
         return self.keys[index if self.pick is None else self.pick[index]]
 
+    def selected_errors(self, index: Int64[ndarray, " c"] | slice) -> Float[ndarray, "c o"]:
+        """Errors of some of the selected rows."""
+        assert self.errors is not None
+        return self.errors[index if self.pick is None else self.pick[index]]
 
-def pieces(log: Log, select: Select, block_rows: int) -> Iterator[Piece]:
-    """All selected rows of a log in order, at most `block_rows` at a time; reads nothing where nothing is selected."""
+    def steps(self, index: Int64[ndarray, " c"] | slice) -> Int32[ndarray, " c"]:
+        """Steps of some of the selected rows."""
+        found: ndarray = self.mapping.array(self.group, "step")[self.local[index]]
+        return found
+
+
+def pieces(log: Log, select: Select, block_rows: int, *, errors: bool = False) -> Iterator[Piece]:
+    """All selected rows of a log in order, at most `block_rows` at a time; reads nothing where nothing is selected.
+
+    With their errors if asked for.
+    """
+    names = ["x", "e"] if errors else ["x"]
     for run in log.chunks(RUN_ROWS):
         mapping = run[0].part.mapping
         selection = select(mapping, run)
         chosen = [group for group in run if _reaches(selection, group, run[0].first)]
         for group, following in zip_longest(chosen, chosen[1:]):
             if following is not None:
-                mapping.prefetch(following, "x")
-            yield from _of_group(group, mapping, selection, group.first - run[0].first, block_rows)
+                for name in names:
+                    mapping.prefetch(following, name)
+            yield from _of_group(group, mapping, selection, group.first - run[0].first, block_rows, names)
 
 
 def _reaches(selection: Selection, group: Group, first: int) -> bool:
@@ -97,31 +114,35 @@ def computed(found: Iterable[Piece], work: Callable[[Piece], T], threads: int) -
             yield first, result.result()
 
 
-def _of_group(group: Group, mapping: Mapping, selection: Selection, offset: int, block_rows: int) -> Iterator[Piece]:
+def _of_group(
+    group: Group, mapping: Mapping, selection: Selection, offset: int, block_rows: int, names: Sequence[str]
+) -> Iterator[Piece]:
     """`offset` is the group's first row in its run."""
     if selection.rows is None:
-        for start, arrays in mapping.blocks(group, ["x"], block_rows):
+        for start, arrays in mapping.blocks(group, names, block_rows):
             local = np.arange(start, start + len(arrays["x"]))
-            yield Piece(group, mapping, _usable(arrays["x"]), None, local, None)
+            usable = {name: _usable(array) for name, array in arrays.items()}
+            yield Piece(group, mapping, usable["x"], None, local, None, usable.get("e"))
         return
     low, high = np.searchsorted(selection.rows, [offset, offset + group.rows])
     wanted = selection.rows[low:high] - offset
-    for start, arrays in mapping.blocks(group, ["x"], block_rows):
+    for start, arrays in mapping.blocks(group, names, block_rows):
         a, b = np.searchsorted(wanted, [start, start + len(arrays["x"])])
         if a < b:
-            keys, pick = _narrowed(arrays["x"], wanted[a:b] - start)
+            read, pick = _narrowed(wanted[a:b] - start)
             codes = None if selection.codes is None else selection.codes[low + a : low + b]
-            yield Piece(group, mapping, _usable(keys), pick, wanted[a:b], codes)
+            usable = {name: _usable(array[read]) for name, array in arrays.items()}
+            yield Piece(group, mapping, usable["x"], pick, wanted[a:b], codes, usable.get("e"))
 
 
-def _narrowed(keys: ndarray, wanted: ndarray) -> tuple[ndarray, ndarray | None]:
-    """The fewest keys worth reading for the wanted rows, and where those lie among them."""
+def _narrowed(wanted: ndarray) -> tuple[slice | ndarray, ndarray | None]:
+    """The fewest rows worth reading for the wanted ones, and where those lie among them."""
     first, last = int(wanted[0]), int(wanted[-1]) + 1
     if last - first == len(wanted):
-        return keys[first:last], None
+        return slice(first, last), None
     if len(wanted) * _SPARSE < last - first:
-        return keys[wanted], None
-    return keys[first:last], wanted - first
+        return wanted, None
+    return slice(first, last), wanted - first
 
 
 def _usable(keys: ndarray) -> ndarray:

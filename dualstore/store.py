@@ -20,6 +20,7 @@ from dualstore.result import Result
 from dualstore.rows import Labelling
 from dualstore.scan import Options
 from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
+from dualstore.scoring import check_step, find_score
 from dualstore.sketch import build_sketches
 from dualstore.steps import Steps
 from dualstore.summary import describe
@@ -91,8 +92,15 @@ class Store:
         min_alpha: float | None = None,
         where: str | None = None,
         per: str | None = None,
+        score: str = "attention",
+        output: int | str | None = None,
+        gradient: ArrayLike | None = None,
+        at_step: int | None = None,
     ) -> Result:
         """The patterns with the largest alpha = x_t . x, of all that were recorded: exact, in order.
+
+        Or with the largest contribution c alpha e[output] to an output of the layer for the query, or the largest
+        influence c alpha (e . g) on the loss of a probe (`scores`).
 
         Args:
             x: the query, (d_in,) or (m, d_in) for m queries in one pass, rounded to the store's dtype; or give `test_id`,
@@ -105,11 +113,17 @@ class Store:
             min_alpha: only patterns whose alpha, or |alpha|, is at least this.
             where: SQL condition on step, epoch, sample_id, position, label, task.
             per: SQL expression; the best of each of its values.
+            score: "attention", "contribution" or "influence"; `bottom` and `absolute` are by it.
+            output: of a contribution: a number, or "predicted" or "label" of the test example at the layer that predicts.
+            gradient: of an influence: g = dL/dy, (d_out,) or one for each query; by default the one recorded for the test
+                example by `probe(..., loss=...)`.
+            at_step: the memory as it was after this step: later patterns do not exist, c is that of then.
 
         Returns:
             rank, alpha, step, epoch, sample_id, position, label, task; test_id or query before them when several were
-            asked, and the value of `per`. Ties are ordered by step, sample_id and position. alpha is the float64 dot
-            product of stored key and query; rows whose alpha is NaN are not ranked.
+            asked, and the value of `per`. With a score other than attention it comes first, and alpha and value are its two
+            factors; `notes` say what the output consists of. Ties are ordered by step, sample_id and position. alpha is the
+            float64 dot product of stored key and query; rows whose alpha is NaN are not ranked.
 
         Raises QueryError for an unknown layer, test id or column, a wrong vector, or top < 1.
         """
@@ -125,6 +139,10 @@ class Store:
             min_alpha=min_alpha,
             where=where,
             per=per,
+            score=score,
+            output=output,
+            gradient=gradient,
+            at_step=at_step,
         )
 
     def totals(
@@ -138,12 +156,16 @@ class Store:
         where: str | None = None,
         absolute: bool = False,
         paper: bool = False,
+        score: str = "attention",
+        output: int | str | None = None,
+        gradient: ArrayLike | None = None,
+        at_step: int | None = None,
     ) -> Result:
-        """Sums of alpha over groups of patterns, largest first.
+        """Sums of alpha, or of another score, over groups of patterns, largest first.
 
         Args:
             by: SQL expressions over the row columns, as one text or a list; "" for one total of everything.
-            absolute: sum |alpha| instead.
+            absolute: sum |alpha|, or the score's size, instead.
             paper: the rule of Irie et al. 2022: |alpha| at the first layer, alpha at the others.
 
         Returns:
@@ -153,7 +175,20 @@ class Store:
         queries = find_queries(self, found, x, test_id, position)
         text = by if isinstance(by, str) else ", ".join(by)
         magnitude = absolute or (paper and found.number == 0)
-        return sum_groups(self, found, queries, by=text, where=where, absolute=magnitude)
+        if paper and score != "attention":
+            raise QueryError(f"paper: expected with the score attention only, found {score!r}")
+        return sum_groups(
+            self,
+            found,
+            queries,
+            by=text,
+            where=where,
+            absolute=magnitude,
+            score=score,
+            output=output,
+            gradient=gradient,
+            at_step=at_step,
+        )
 
     def votes(self, layer: int | str | None = None, *, where: str | None = None) -> Result:
         """How well the label with the largest total predicts, over all probes with a label and a prediction.
@@ -175,10 +210,15 @@ class Store:
         test_id: int | None = None,
         x: ArrayLike | None = None,
         position: int | None = None,
+        score: str = "attention",
+        output: int | str | None = None,
+        gradient: ArrayLike | None = None,
+        at_step: int | None = None,
     ) -> Result:
         """The result of SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention.
 
-        `attention` has the row columns and alpha; it is computed while it is read and never held.
+        `attention` has the row columns and alpha, and a column of the score's name where one is asked for; it is computed
+        while it is read and never held.
 
         Raises QueryError with DuckDB's message.
         """
@@ -186,11 +226,15 @@ class Store:
         if chosen is None and (test_id is not None or x is not None):
             raise QueryError("sql: expected a layer with the query; give layer=..., or neither")
         if chosen is None or (test_id is None and x is None):
+            if score != "attention" or output is not None or gradient is not None or at_step is not None:
+                raise QueryError("sql: expected a layer and a query with score, output, gradient and at_step")
             return run_sql(self, text, None, None)
         queries = find_queries(self, chosen, x, test_id, position)
         if len(queries.vectors) > 1:
             raise QueryError(f"sql: expected one query, found {len(queries.vectors)}; ask once for each")
-        return run_sql(self, text, chosen, queries.vectors[0])
+        until = check_step(self, at_step)
+        valued = find_score(self, chosen, queries, score, output, gradient, until)
+        return run_sql(self, text, chosen, queries.vectors[0], valued, until)
 
     def info(self) -> dict[str, Any]:
         """What is stored: layers, counts, sizes, tasks, optimiser, and what makes values inexact."""

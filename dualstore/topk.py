@@ -15,6 +15,7 @@ from dualstore.log import Group, Log, Mapping
 from dualstore.part import upper_norm
 from dualstore.rows import Select, Selection, Selector
 from dualstore.scan import Options, Piece, block_rows_of, computed, pieces
+from dualstore.scores import Score
 from dualstore.search import Search
 from dualstore.shapes import Float
 from dualstore.sketch import Sketch
@@ -33,9 +34,12 @@ def top_k(
     floor: float | None = None,
     options: Options | None = None,
     sketches: Sequence[Sketch] = (),
+    score: Score | None = None,
     explain: Explain | None = None,
 ) -> Ranking:
     """The k patterns with the largest (or smallest) alpha for each query and group; fewer where there are fewer.
+
+    Where a score is given it takes the place of alpha, and everything is scanned.
 
     With `magnitude`, those with the largest |alpha|; alpha keeps its sign. With a floor, only those whose alpha, or |alpha|,
     is at least that. Order: alpha, then step, sample_id, position, then place in the log. Rows whose alpha is NaN are not
@@ -46,17 +50,18 @@ def top_k(
     options = options or Options()
     explain = explain or Explain(queries.shape[1] * queries.itemsize, log.rows)
     asked = np.concatenate([queries, -queries]) if magnitude else queries if largest else -queries
-    best = Best(asked, k, options, floor, paired=magnitude)
+    score = score.twice() if score is not None and magnitude else score
+    best = Best(asked, k, options, floor, paired=magnitude, score=score)
     searched = False
-    if sketches:
+    if sketches and score is None:
         if sum(len(sketch.row) for sketch in sketches) < log.rows:
             _scan(best, log, _Outside(select, sketches), options, explain)
         searched = Search(best, log, sketches, select, options, explain).run()
         if not searched:
             explain.count("searches given up", 1)
     if not searched:
-        best = Best(asked, k, options, floor, paired=magnitude)
-        _scan(best, log, select, options, explain)
+        best = Best(asked, k, options, floor, paired=magnitude, score=score)
+        _scan(best, log, select, options, explain, score)
     found = best.ranking(1.0 if largest else -1.0)
     return _folded(log, found, k, len(queries)) if magnitude else found
 
@@ -94,7 +99,7 @@ class _Outside:
         return bool(at >= 0 and group.first < self._ends[at])
 
 
-def _scan(best: Best, log: Log, select: Select, options: Options, explain: Explain) -> None:
+def _scan(best: Best, log: Log, select: Select, options: Options, explain: Explain, score: Score | None = None) -> None:
     def products(piece: Piece) -> tuple[float | None, ndarray | None]:
         norm = _norm(piece)
         return norm, None if norm is None else piece.chosen(dots(piece.keys, best.scaled))
@@ -102,12 +107,16 @@ def _scan(best: Best, log: Log, select: Select, options: Options, explain: Expla
     queries = best.scaled
     # The keys if they have to be decoded; scores, cuts, hits, and the (row, query) pairs of the hits.
     row_bytes = queries.shape[1] * queries.itemsize + len(queries) * (2 * queries.itemsize + 25)
+    if score is not None:  # the errors; estimates, what they may be off, and what comes of both, in double precision
+        row_bytes += next(column.row_bytes for column in log.columns if column.name == "e") + len(queries) * 64
     block_rows = block_rows_of(options.budget_bytes * 3 // 4, row_bytes, options.threads)
     with explain.phase("scan"):
-        for piece, (norm, scores) in computed(pieces(log, select, block_rows), products, options.threads):
+        for piece, (norm, scores) in computed(pieces(log, select, block_rows, errors=score is not None), products, options.threads):
             explain.rows_read += len(piece.keys)
             if norm is None or scores is None or best.may_overflow(norm):
                 best.add_all(piece)
+            elif score is not None:
+                best.offer_valued(piece, scores, norm)
             else:
                 best.offer(piece, scores, norm)
 

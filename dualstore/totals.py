@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 from numpy import ndarray
+from numpy.typing import ArrayLike
 
 from dualstore.errors import QueryError
 from dualstore.explain import Explain
@@ -15,6 +16,8 @@ from dualstore.result import Result
 from dualstore.rows import Labelling, Select, Selector
 from dualstore.scan import RUN_ROWS, pieces
 from dualstore.schema import Layer
+from dualstore.scores import Score
+from dualstore.scoring import check_step, explained, find_score
 from dualstore.shapes import Bool, Float64
 from dualstore.sums import Cells, Rest, read_cells
 
@@ -29,33 +32,66 @@ _ROWS_PER_STEP = 4
 """Steps of cells are looked at one by one where their rows are so many times more."""
 
 
-def attention(store: "Store", layer: Layer, query: ndarray, select: Select, explain: Explain | None = None) -> Iterator[pa.Table]:
+def attention(
+    store: "Store",
+    layer: Layer,
+    query: ndarray,
+    select: Select,
+    explain: Explain | None = None,
+    score: Score | None = None,
+) -> Iterator[pa.Table]:
     """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log.
 
-    alpha is `exact_dots`: the same bits as in a ranking.
+    And its score, if one of a single query is given. All have the same bits as in a ranking.
     """
     index = store.index(layer)
     alphas = Alphas(index, query)
-    block_rows = max(64, store.options.budget_bytes // 8 // query.nbytes)
-    for piece in pieces(index.log, select, block_rows):
+    row_bytes = query.nbytes if score is None else query.nbytes + 2 * layer.d_out * query.itemsize
+    block_rows = max(64, store.options.budget_bytes // 8 // row_bytes)
+    for piece in pieces(index.log, select, block_rows, errors=score is not None):
         rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
-        yield rows.append_column("alpha", pa.array(alphas.of(piece)))
+        alpha = alphas.of(piece)
+        rows = rows.append_column("alpha", pa.array(alpha))
+        if score is not None:
+            everything = slice(None)
+            values = score.values(piece.steps(everything), piece.selected_errors(everything), np.zeros(len(alpha), np.int64))
+            with np.errstate(over="ignore", invalid="ignore"):
+                rows = rows.append_column(score.name, pa.array(alpha * values + 0.0))
+        yield rows
     if explain is not None:
         explain.rows_read += alphas.keys_read
         explain.index_bytes += alphas.index_bytes
 
 
-def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where: str | None, absolute: bool) -> Result:
+def sum_groups(
+    store: "Store",
+    layer: Layer,
+    queries: Queries,
+    *,
+    by: str,
+    where: str | None,
+    absolute: bool,
+    score: str,
+    output: Any,
+    gradient: ArrayLike | None,
+    at_step: Any,
+) -> Result:
     """See `Store.totals`."""
+    until = check_step(store, at_step)
+    valued = find_score(store, layer, queries, score, output, gradient, until)
     from dualstore.database import Database  # DuckDB is slow to start
 
-    select = Selector(store.labelling, where, None)
+    select = Selector(store.labelling, where, None, until)
     name = queries.column or ""
+    measure = "alpha" if valued is None else score
     keys = ", ".join(part for part in (name, by) if part)
-    summed = "abs(alpha)" if absolute else "alpha"
+    summed = f"abs({measure})" if absolute else measure
     database = Database(threads=store.options.threads)
     sums = _Sums(database, keys, f"coalesce(fsum({summed}), 0) AS total, CAST(coalesce(sum(_rows), 0) AS BIGINT) AS count")
-    none = _named(store.labelling.empty().append_column("alpha", pa.array([], pa.float64())), name, 0)
+    none = store.labelling.empty()
+    for column in dict.fromkeys(("alpha", measure)):
+        none = none.append_column(column, pa.array([], pa.float64()))
+    none = _named(none, name, 0)
     # An aggregate alone makes a row of none; one beside columns is refused by `select`.
     if by.strip() and (database.select(none, None, by).num_rows or database.has_window(by)):
         raise QueryError(f"expression {by!r}: expected values of a row by itself, found an aggregate or a window")
@@ -64,8 +100,8 @@ def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where
     sums.add(none)
     explain = Explain(layer.d_in * queries.vectors.itemsize, store.patterns(layer).rows * len(queries.vectors))
     rest = Rest(select)
-    if not absolute or _one_signed(queries.vectors):
-        wholes = Wholes(database, store.labelling, where, by)
+    if valued is None and (not absolute or _one_signed(queries.vectors)):
+        wholes = Wholes(database, store.labelling, select.where, by)
         for cells in read_cells(store.index(layer), layer.d_in) if wholes.possible else ():
             with explain.phase("index"):
                 alphas, taken = _take(cells, wholes, rest, queries.vectors, absolute=absolute)
@@ -77,14 +113,16 @@ def sum_groups(store: "Store", layer: Layer, queries: Queries, *, by: str, where
                     each = rows.append_column("alpha", pa.array(alphas[taken, index]))
                     sums.add(_named(each, name, number), counts)
     with explain.phase("scan"):
-        for vector, number in zip(queries.vectors, queries.names, strict=True):
-            for rows in attention(store, layer, vector, rest, explain):
+        for index, (vector, number) in enumerate(zip(queries.vectors, queries.names, strict=True)):
+            for rows in attention(store, layer, vector, rest, explain, None if valued is None else valued.one(index)):
                 sums.add(_named(rows, name, number))
     with explain.phase("group"):
         table = sums.result(name)
-    total = "|alpha|" if absolute else "alpha"
+    total = f"|{measure}|" if absolute else measure
     shown = f"sum of {total}" + (f" by {by}" if by else "") + (f" where {where}" if where else "")
-    return Result(table, f"{shown}: {queries.title}", explain)
+    shown += "" if until is None else f", after step {until}"
+    notes = [] if valued is None else explained(store, layer, queries, valued, None, until)
+    return Result(table, f"{shown}: {queries.title}", explain, notes)
 
 
 def _one_signed(queries: ndarray) -> bool:

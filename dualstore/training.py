@@ -7,6 +7,7 @@ Source: Irie, Csordas, Schmidhuber 2022 (arXiv 2202.05798), section 4 and its pu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -156,5 +157,7 @@ def _accuracy(model: nn.Module, data: Data) -> float:
 def _probe(recorder: Recorder, model: nn.Module, data: Data) -> None:
     model.eval()
     for rows in torch.arange(len(data.test_ids)).split(1000):
-        with recorder.probe(test_id=data.test_ids[rows], label=data.test_labels[rows], task=data.task):
+        labels = data.test_labels[rows]
+        loss = partial(nn.functional.cross_entropy, target=labels, reduction="none")
+        with recorder.probe(test_id=data.test_ids[rows], label=labels, task=data.task, loss=loss):
             model(data.test_images[rows])

@@ -17,12 +17,12 @@ from safetensors.numpy import load_file
 from dualstore.coefficients import Coefficients, sgd_coefficients
 from dualstore.errors import DamagedError, InexactError, StoreError
 from dualstore.schema import Layer
-from dualstore.shapes import Float64
+from dualstore.shapes import Float64, Int64
 
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["Affine", "Dual", "read_weights", "rebuild"]
+__all__ = ["Affine", "Dual", "coefficients_of", "initial_of", "read_weights", "rebuild", "trained"]
 
 _BLOCK_ROWS = 4096
 
@@ -57,13 +57,39 @@ class Dual:
         return Affine(self.initial.weight + self.change.weight, self.initial.bias + self.change.bias)
 
 
-def rebuild(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], until: int | None = None) -> Dual:
+def rebuild(
+    store: "Store",
+    layer: Layer,
+    queries: Float64[ndarray, "p i"],
+    until: int | None = None,
+    outputs: Int64[ndarray, " o"] | None = None,
+) -> Dual:
     """The layer's weights from initial weights and rows, in one pass over its log, and its response to `queries`.
 
-    As they were after step `until`, by default after the last one.
+    As they were after step `until`, by default after the last one; of some of the layer's outputs, by default all.
 
     Memory: two matrices of the weights' size in float64 and one block of rows. Raises InexactError where the
     optimiser's coefficients are not known.
+    """
+    parts = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
+    start = Affine(*(initial_of(store, layer, kind, found) for kind, found in parts.items()))
+    chosen = slice(None) if outputs is None else outputs
+    start = Affine(start.weight[chosen], start.bias[chosen])
+    change = Affine(np.zeros_like(start.weight), np.zeros_like(start.bias))
+    attended = np.zeros((len(queries), len(start.bias)))
+    with np.errstate(invalid="ignore", over="ignore"):  # recorded NaN and infinity show in the residual
+        for steps, x, e in _rows(store, layer, until, chosen):
+            scaled = e * parts["weight"].at(steps)[:, None]  # (rows, o)
+            change.weight[...] += scaled.T @ x
+            change.bias[...] += parts["bias"].at(steps) @ e
+            attended += (queries @ x.T) @ scaled
+    return Dual(start, change, attended)
+
+
+def coefficients_of(store: "Store", layer: Layer, kind: str, until: int | None = None) -> Coefficients:
+    """Coefficients of the layer's "weight" or "bias" after step `until`, by default the last.
+
+    Raises InexactError where the optimiser's are not known.
     """
     if not store.info_file.exact:
         raise InexactError(
@@ -71,27 +97,23 @@ def rebuild(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], unti
             f"not for {store.info_file.optimizer}; "
             "attention (query, totals, votes) is exact all the same"
         )
+    buffered = f"{layer.name}.{kind}.momentum_buffer" in store.tensors("initial")
+    group = layer.weight_group if kind == "weight" else layer.bias_group
+    return sgd_coefficients(store.steps, layer, group, buffered=buffered, until=until)
+
+
+def initial_of(store: "Store", layer: Layer, kind: str, found: Coefficients) -> ndarray:
+    """What is left of the layer's first weight or bias, a W_0 + q b_0 in float64; zeros for a bias that it lacks.
+
+    Raises DamagedError where the file does not have it.
+    """
     start = store.tensors("initial")
-    parts = {}
-    for kind, group, shape in (
-        ("weight", layer.weight_group, (layer.d_out, layer.d_in)),
-        ("bias", layer.bias_group, (layer.d_out,)),
-    ):
-        name = f"{layer.name}.{kind}"
-        if kind == "weight" or layer.bias:
-            _tensor(start, name, shape, store)
-        buffer = start.get(f"{name}.momentum_buffer")
-        coefficients = sgd_coefficients(store.steps, layer, group, buffered=buffer is not None, until=until)
-        parts[kind] = (coefficients, _initial(start, name, shape, coefficients, buffer))
-    change = Affine(np.zeros((layer.d_out, layer.d_in)), np.zeros(layer.d_out))
-    outputs = np.zeros((len(queries), layer.d_out))
-    with np.errstate(invalid="ignore", over="ignore"):  # recorded NaN and infinity show in the residual
-        for steps, x, e in _rows(store, layer, until):
-            scaled = e * parts["weight"][0].at(steps)[:, None]  # (rows, o)
-            change.weight[...] += scaled.T @ x
-            change.bias[...] += parts["bias"][0].at(steps) @ e
-            outputs += (queries @ x.T) @ scaled
-    return Dual(Affine(parts["weight"][1], parts["bias"][1]), change, outputs)
+    name, shape = f"{layer.name}.{kind}", (layer.d_out, layer.d_in) if kind == "weight" else (layer.d_out,)
+    if kind == "bias" and not layer.bias:
+        return np.zeros(shape)
+    initial = _tensor(start, name, shape, store) * found.initial
+    buffer = start.get(f"{name}.momentum_buffer")
+    return initial if buffer is None else initial + found.buffer * buffer.astype(np.float64)
 
 
 def read_weights(path: Path) -> dict[str, NDArray[np.generic]]:
@@ -119,19 +141,12 @@ def _tensor(found: dict[str, NDArray[np.generic]], name: str, shape: tuple[int, 
     return found[name].astype(np.float64)
 
 
-def _initial(
-    start: dict[str, NDArray[np.generic]], name: str, shape: tuple[int, ...], found: Coefficients, buffer: ndarray | None
-) -> ndarray:
-    if name not in start:
-        return np.zeros(shape)
-    initial = start[name].astype(np.float64) * found.initial
-    return initial if buffer is None else initial + found.buffer * buffer.astype(np.float64)
-
-
-def _rows(store: "Store", layer: Layer, until: int | None) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
-    """(steps, x, e) of all patterns up to a step at least, x and e in float64."""
+def _rows(
+    store: "Store", layer: Layer, until: int | None, outputs: Int64[ndarray, " o"] | slice
+) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
+    """(steps, x, e) of all patterns up to a step at least, x and some of e in float64."""
     for group in store.patterns(layer).groups:
         for _, block in group.part.mapping.blocks(group, ["step", "x", "e"], _BLOCK_ROWS):
             if until is not None and len(block["step"]) and block["step"][0] > until:
                 return
-            yield block["step"], block["x"].astype(np.float64), block["e"].astype(np.float64)
+            yield block["step"], block["x"].astype(np.float64), block["e"][:, outputs].astype(np.float64)

@@ -11,9 +11,10 @@ import dualstore
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "errors", "shapes", "schema", "thrift", "spool", "part", "log", "steps", "writer", "index", "database", "kernels", "rows",
-    "sums", "scan", "repeats", "sketch", "explain", "best", "search", "topk", "result", "probes", "ranking", "totals", "votes",
-    "relations", "coefficients", "weights", "verify", "summary", "store", "capture", "datasets", "training",
+    "errors", "shapes", "schema", "thrift", "spool", "part", "log", "steps", "coefficients", "writer", "index", "database",
+    "kernels", "rows", "sums", "scan", "scores", "repeats", "sketch", "explain", "best", "search", "topk", "result", "probes",
+    "weights", "scoring", "ranking", "totals", "votes", "relations", "verify", "summary", "store", "capture", "datasets",
+    "training",
 )  # fmt: skip
 CAPTURE = ("background", "gradients", "layers", "names", "payload", "recorder")
 ONLY_IN = {"duckdb": {"database"}, "torch": {"capture", "training"}, "rich": set(), "click": set(), "polars": {"result"}}

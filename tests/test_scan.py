@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from numpy import ndarray
 
 from dualstore.best import Ranking
+from dualstore.coefficients import Coefficients
 from dualstore.index import LayerIndex
 from dualstore.log import Log
 from dualstore.part import PartWriter
 from dualstore.rows import Labelling, Selector
 from dualstore.scan import Options, Piece, computed, pieces
 from dualstore.schema import Layer, pattern_columns
+from dualstore.scores import Score
 from dualstore.sketch import Sketch, build_sketches, coordinates, read_sketches
 from dualstore.steps import STEPS_SCHEMA, Steps
 from dualstore.topk import top_k
@@ -127,11 +129,15 @@ def expect(
     codes: ndarray | None = None,
     floor: float | None = None,
     magnitude: bool = False,
+    worth: Sequence[ndarray] | None = None,
 ) -> list[tuple]:
-    """(query, group, rank, row, alpha) of the answer, from the reference."""
+    """(query, group, rank, row, alpha) of the answer, from the reference; alpha times what a row is worth to the query."""
     found: list[tuple] = []
     for number, query in enumerate(queries):
         values = reference.halved(rows.x, query) + 0.0
+        if worth is not None:
+            with np.errstate(all="ignore"):
+                values = values * worth[number] + 0.0
         for code in [0] if codes is None else range(codes.max(initial=-1) + 1):
             mine = np.ones(len(rows), bool) if codes is None else codes == code
             sizes = np.abs(values) if magnitude else values
@@ -263,6 +269,63 @@ def test_selected_and_grouped_answers_are_the_true_ones_for_every_knob(
     assert set(select.values) == set(names)
 
 
+@settings(deadline=None, max_examples=80)
+@given(
+    kind=st.sampled_from(KINDS),
+    errors=st.sampled_from(KINDS),
+    name=st.sampled_from(["contribution", "influence"]),
+    condition=st.sampled_from(CONDITIONS[:3]),
+    per=st.sampled_from([None, None, *GROUPS]),
+    count=st.integers(0, 260),
+    width=st.integers(1, 4),
+    queries=st.integers(1, 3),
+    k=st.integers(1, 12),
+    order=st.sampled_from(["largest", "smallest", "magnitude"]),
+    budget_bytes=st.sampled_from([2000, 20_000, 1 << 20]),
+    threads=st.integers(1, 3),
+    group_rows=st.sampled_from([32, 64, 16_384]),
+    cuts=st.lists(st.integers(0, 260), max_size=3),
+    seed=st.integers(0, 999),
+)
+def test_scores_rank_as_their_true_values_for_every_knob(
+    kind: str,
+    errors: str,
+    name: str,
+    condition: tuple[str, Any],
+    per: str | None,
+    count: int,
+    width: int,
+    queries: int,
+    k: int,
+    order: str,
+    budget_bytes: int,
+    threads: int,
+    group_rows: int,
+    cuts: list[int],
+    seed: int,
+) -> None:
+    rows, vectors = make_rows(kind, count, 4, seed), make_queries(kind, queries, 4, seed)
+    rng = np.random.default_rng([seed, 3])
+    rows.e = make_vectors(errors, count, width, rng).astype(np.float32)
+    coefficients = Coefficients(np.arange(6, dtype=np.int32), rng.normal(size=6) * rng.choice([0, 1, 1e-30], 6), 1.0, 0.0)
+    outputs, gradients = rng.integers(0, width, queries), make_queries(errors, queries, width, seed + 1)
+    score = Score(name, coefficients, outputs, None) if name == "contribution" else Score(name, coefficients, None, gradients)
+    with np.errstate(all="ignore"):
+        chosen = [rows.e[:, j].astype(float) if name == "contribution" else reference.halved(rows.e, g) + 0.0
+                  for j, g in zip(outputs, gradients, strict=True)]  # fmt: skip
+        worth = [coefficients.c[rows.step] * found + 0.0 for found in chosen]
+    kept = condition[1](rows)
+    codes, names = (None, [None]) if per is None else group_codes(rows, per, kept)
+    select = Selector(LABELLING, condition[0], per)
+    with tempfile.TemporaryDirectory() as folder:
+        log = write_log(Path(folder), rows, cuts, group_rows)
+        how = {"largest": order != "smallest", "magnitude": order == "magnitude"}
+        found = top_k(log, vectors, k, select, options=Options(budget_bytes, threads), score=score, **how)
+    expected = expect(rows, vectors, k, order != "smallest", kept, codes, None, order == "magnitude", worth)
+    number = [names.index(value) for value in select.values]
+    assert sorted((query, number[code], *rest) for query, code, *rest in as_tuples(found)) == expected
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     kind=st.sampled_from(KINDS),
@@ -300,6 +363,23 @@ def test_double_precision_is_ranked_by_its_alphas_out_to_the_ends_of_the_range(
         sketches = search_of(log, folder, sketched)
         found = top_k(log, queries, k, EVERYTHING, largest=largest, options=Options(budget_bytes), sketches=sketches)
     assert as_tuples(found) == expect(rows, queries, k, largest)
+
+
+@pytest.mark.parametrize("near", ["keys", "errors"])
+def test_scores_that_single_precision_cannot_tell_apart_are_ranked_as_they_are(tmp_path: Path, near: str) -> None:
+    rng = np.random.default_rng(1)
+    rows = make_rows("normal", 3000, 9, 0)
+    rows.e = rng.normal(size=(3000, 7)).astype(np.float32)
+    rows.x[:], rows.e[:] = rows.x[0], rows.e[0]
+    moved = rows.x if near == "keys" else rows.e
+    moved *= (1 + 2e-7 * rng.normal(size=moved.shape)).astype(np.float32)
+    query, gradient = rows.x[:1] + 1, rows.e[:1] * 2
+    score = Score("influence", Coefficients(np.arange(6, dtype=np.int32), np.ones(6), 1.0, 0.0), None, gradient)
+    log = write_log(tmp_path, rows, [1000], 64)
+    worth = [reference.halved(rows.e, gradient[0])]
+    for largest in (True, False):
+        found = top_k(log, query, 40, EVERYTHING, largest=largest, score=score, options=Options(100_000))
+        assert as_tuples(found) == expect(rows, query, 40, largest, worth=worth)
 
 
 def test_ties_are_ordered_by_step_sample_position_and_place(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_sql_over_a_damaged_part_is_refused_in_one_line(store: Store, tmp_path: 
 
 
 def test_what_is_wrong_with_a_part_is_said_where_attention_meets_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(*_: Any) -> Any:
+    def damaged(*_: Any, **__: Any) -> Any:
         raise DamagedError("part-0.parquet: damaged")
         yield
 

@@ -1,0 +1,137 @@
+"""From the words of a question to the score that ranks and sums its patterns, and what the score's numbers mean."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+from numpy.typing import ArrayLike
+
+from dualstore.errors import QueryError
+from dualstore.probes import Queries
+from dualstore.schema import Layer
+from dualstore.scores import SCORES, Score
+from dualstore.shapes import Float, Float64, Int64
+from dualstore.weights import coefficients_of, initial_of, rebuild, trained
+
+if TYPE_CHECKING:
+    from dualstore.store import Store
+
+__all__ = ["check_step", "explained", "find_score"]
+
+_FROM_PROBES = ("predicted", "label")
+_SHOWN_QUERIES = 5
+"""Queries whose outputs are taken apart below an answer."""
+
+
+def find_score(
+    store: "Store", layer: Layer, queries: Queries, score: str, output: Any, gradient: ArrayLike | None, until: int | None
+) -> Score | None:
+    """The score of a question, with the coefficients of the weights after step `until`; None for attention.
+
+    Raises QueryError for a score or output that does not exist, InexactError where values are not exact, StoreError
+    where the store lacks the weights that training started with.
+    """
+    if score not in SCORES:
+        raise QueryError(f"score: expected {', '.join(SCORES[:-1])} or {SCORES[-1]}, found {score!r}")
+    for name, given, wants in (("output", output, "contribution"), ("gradient", gradient, "influence")):
+        if given is not None and score != wants:
+            raise QueryError(f"{name}: expected with the score {wants} only, found score {score!r}")
+    if score == "attention":
+        return None
+    coefficients = coefficients_of(store, layer, "weight", until)
+    if score == "contribution":
+        return Score(score, coefficients, outputs=_outputs(store, layer, queries, output))
+    return Score(score, coefficients, gradients=_gradients(store, layer, queries, gradient))
+
+
+def check_step(store: "Store", at_step: Any) -> int | None:
+    """The step after which the memory is asked, None for the last. Raises QueryError where the run has no such step."""
+    if at_step is None:
+        return None
+    if isinstance(at_step, bool) or not isinstance(at_step, int | np.integer) or not 0 <= at_step <= store.last_step:
+        known = f"0 to {store.last_step}" if store.last_step >= 0 else "none, for no step is complete"
+        raise QueryError(f"{store.path}: at_step: expected a step of the run, {known}; found {at_step!r}")
+    return int(at_step)
+
+
+def explained(
+    store: "Store", layer: Layer, queries: Queries, score: Score, shown: Sequence[float] | None, until: int | None
+) -> list[str]:
+    """What the numbers of an answer mean; `shown` are the sums of the rows shown for each query, where rows are shown."""
+    after = "" if until is None else f", weights as after step {until}"
+    if score.outputs is None:
+        unit = "in units of the probe's loss, to first order, through this layer's weights alone"
+        return [f"influence = alpha * value, value = c (e . g): {unit}; below zero: the pattern lowers that loss{after}"]
+    notes = [f"contribution = alpha * value, value = c e[output]: in units of the output, for W x; the bias is apart{after}"]
+    start, bias, whole = _parts(store, layer, queries.vectors, score.outputs, until)
+    for number in range(min(len(whole), _SHOWN_QUERIES)):
+        total = whole[number] + bias[number]
+        text = f"output {score.outputs[number]}{queries.named(number)}: {total:.6g} = {start[number]:.6g} from the initial weights"
+        text += f" + {whole[number] - start[number]:.6g} from all patterns + {bias[number]:.6g} bias"
+        if shown is not None:
+            share = f", {100 * shown[number] / total:.1f} % of the output" if total else ""
+            text += f"; the rows shown carry {shown[number]:.6g}{share}"
+        notes.append(text)
+    return notes
+
+
+def _parts(
+    store: "Store", layer: Layer, vectors: Float[ndarray, "m d"], outputs: Int64[ndarray, " m"], until: int | None
+) -> tuple[Float64[ndarray, " m"], Float64[ndarray, " m"], Float64[ndarray, " m"]]:
+    """For each query and its output a W_0 x, the bias, and W x."""
+    start = initial_of(store, layer, "weight", coefficients_of(store, layer, "weight", until))[outputs]
+    if until is None and store.info_file.status == "complete":
+        final = trained(store, layer)
+        weight, bias = final.weight[outputs], final.bias[outputs]
+    else:
+        rebuilt = rebuild(store, layer, np.zeros((0, layer.d_in)), until, outputs).rebuilt
+        weight, bias = rebuilt.weight, rebuilt.bias
+    wide = vectors.astype(np.float64)
+    return np.vecdot(start, wide), bias, np.vecdot(weight, wide)
+
+
+def _outputs(store: "Store", layer: Layer, queries: Queries, output: Any) -> Int64[ndarray, " m"]:
+    """The output that is meant for each query."""
+    known = f"a number from 0 to {layer.d_out - 1}"
+    if isinstance(output, str) and output in _FROM_PROBES:
+        probes = queries.probes
+        if probes is None:
+            raise QueryError(f"output: {output!r} needs a recorded test example; of a vector give {known}")
+        found, predicted = probes.scalars(output).astype(np.int64), probes.scalars("predicted")
+        if (found < 0).any():
+            what = "prediction" if output == "predicted" else "label"
+            raise QueryError(f"{store.path}: test id {probes.test_id[found < 0][0]} was recorded without a {what}; give {known}")
+        if ((predicted >= 0) & (probes.vectors("y").argmax(axis=1) != predicted)).any() or (found >= layer.d_out).any():
+            raise QueryError(
+                f"output: {output!r} is an output of the layer that predicts, and layer {layer.number} ({layer.name}) is not; "
+                f"give {known}"
+            )
+        return found
+    whole = isinstance(output, int | np.integer) and not isinstance(output, bool)
+    if not whole or not 0 <= output < layer.d_out:
+        expected = f"{known} at layer {layer.number} ({layer.name}), predicted or label"
+        raise QueryError(f"output: expected {expected}, found {'none' if output is None else repr(output)}")
+    return np.full(len(queries.vectors), int(output))
+
+
+def _gradients(store: "Store", layer: Layer, queries: Queries, gradient: ArrayLike | None) -> Float[ndarray, "m o"]:
+    """The gradients of each query, in the store's dtype."""
+    where = f"layer {layer.number} ({layer.name})"
+    if gradient is not None:
+        found = np.atleast_2d(np.asarray(gradient))
+        if found.dtype.kind not in "biuf" or found.shape != (len(queries.vectors), layer.d_out):
+            expected = f"{len(queries.vectors)} x {layer.d_out} numbers, dL/dy of {where} for each query"
+            raise QueryError(f"gradient: expected {expected}, found {found.dtype} of shape {np.shape(gradient)}")
+    elif queries.probes is None:
+        raise QueryError("score influence: a vector has no loss; give its gradient at the layer's output, too, or a test id")
+    elif store.info_file.format < 2 or np.isnan(found := queries.probes.vectors("g")).any():
+        raise QueryError(
+            f"{store.path}: influence needs the gradient of a loss at {where}, which these probes were recorded without; "
+            "record them with rec.probe(..., loss=...)"
+        )
+    with np.errstate(over="ignore"):
+        cast: ndarray = found.astype(store.info_file.dtype)
+    if not np.isfinite(cast).all():
+        raise QueryError(f"gradient at {where}: expected finite {store.info_file.dtype} numbers")
+    return cast
