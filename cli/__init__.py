@@ -8,7 +8,7 @@ import click
 
 from dualstore.errors import DualstoreError, DualstoreWarning
 
-from . import ask, look, run
+from . import ask, change, look, run
 
 __all__ = ["commands", "main"]
 
@@ -19,7 +19,11 @@ def commands() -> None:
     """Ask a recorded training run which events drive a prediction."""
 
 
-for _command in (run.demo, run.train, look.info, ask.query, ask.totals, ask.votes, ask.sql, look.verify, look.index):
+for _command in (
+    *(run.demo, run.train, look.info),
+    *(ask.query, ask.totals, ask.votes, ask.self_influence, ask.sql, change.reweigh),
+    *(look.verify, look.index),
+):
     commands.add_command(_command)
 
 

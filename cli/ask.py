@@ -21,7 +21,7 @@ from .options import (
 )
 from .output import print_explain, print_result
 
-__all__ = ["query", "sql", "totals", "votes"]
+__all__ = ["query", "self_influence", "sql", "totals", "votes"]
 
 _SAME_AS_TOP = 0
 
@@ -84,6 +84,21 @@ def totals(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: s
     print_result(result, output)
     if explain:
         print_explain(result)
+
+
+@click.command("self")
+@store_option
+@click.option("--layer", help="Layer number or name; by default the sum over all.")
+@click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="How many samples.")
+@where_option
+@click.option("--at-step", type=int, help="The memory as it was after this step.")
+@budget_options
+@output_option
+def self_influence(store: Path, layer: str | None, top: int, where: str | None, at_step: int | None, memory_mb: int,
+                   threads: int, output: str) -> None:  # fmt: skip
+    """The training samples that did most to their own loss: mislabelled, rare or memorised ones."""
+    chosen = None if layer is None else layer_of(layer)
+    print_result(open_from(store, memory_mb, threads).self_influence(chosen, top=top, where=where, at_step=at_step), output)
 
 
 @click.command()

@@ -114,7 +114,8 @@ class Best:
             if piece.codes is None:
                 cuts, behind = self._kth[:, 0].copy(), len(found) - self.k
                 for j in np.flatnonzero(~self._full[:, 0]) if behind > 0 else ():
-                    cuts[j] = np.fmax(cuts[j], np.partition(found[:, j] - slack[:, j], behind)[behind])
+                    least = np.nan_to_num(found[:, j] - slack[:, j], nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+                    cuts[j] = max(cuts[j], np.partition(least, behind)[behind])
             else:
                 self.grow(int(piece.codes.max(initial=0)) + 1)
                 cuts = self._kth.T[piece.codes]

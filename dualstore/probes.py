@@ -59,8 +59,8 @@ class ProbeRows:
         rows = order[last]
         return cls(log, test_id[rows], position[rows], rows)
 
-    def select(self, kept: Bool[ndarray, " p"]) -> "ProbeRows":
-        """Some of the probes."""
+    def select(self, kept: Bool[ndarray, " p"] | Int64[ndarray, " q"]) -> "ProbeRows":
+        """Some of the probes, by a mask or by their places."""
         return ProbeRows(self.log, self.test_id[kept], self.position[kept], self.row[kept])
 
     def scalars(self, name: str) -> ndarray:
@@ -88,7 +88,7 @@ def find_queries(
         raise QueryError(f"test_id: expected whole numbers, found {test_id!r}")
     rows = ProbeRows.of(store.probes(layer))
     places = np.array([_place(store, layer, rows, int(wanted), position) for wanted in ids])
-    probes = ProbeRows(rows.log, rows.test_id[places], rows.position[places], rows.row[places])
+    probes = rows.select(places)
     vectors = probes.vectors("x")
     _check_finite(vectors, f"the recorded probe of layer {layer.name!r}")
     shown = f"test {ids[0]}" if single else f"{len(ids)} tests"

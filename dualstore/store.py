@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dualstore.errors import DualstoreWarning, QueryError
+from dualstore.gains import evaluate, gains_of, reweigh
 from dualstore.index import LayerIndex
 from dualstore.log import Log
 from dualstore.probes import find_queries
@@ -25,10 +26,10 @@ from dualstore.sketch import build_sketches
 from dualstore.steps import Steps
 from dualstore.summary import describe
 from dualstore.sums import build_sums
-from dualstore.totals import sum_groups
+from dualstore.totals import sum_groups, sum_self
 from dualstore.verify import Verification, verify_store
 from dualstore.votes import count_votes
-from dualstore.weights import read_weights
+from dualstore.weights import Affine, read_weights, save_weights
 
 __all__ = ["Store", "open_store"]
 
@@ -190,6 +191,21 @@ class Store:
             at_step=at_step,
         )
 
+    def self_influence(
+        self, layer: int | str | None = None, *, top: int = 20, where: str | None = None, at_step: int | None = None
+    ) -> Result:
+        """The training samples whose patterns did most to their own loss: those that are mislabelled, rare or memorised.
+
+        For each sample the sum of c |x|^2 |e|^2 over its visits and the layers (by default all): the influence of each of its
+        patterns on the loss that it came from, which a mean over the batch divides by its size. Largest size first.
+
+        Returns: sample_id, label, task, self_influence, count of patterns.
+
+        Source: Pruthi et al. 2020 (arXiv 2002.08484), self-influence, here for every step instead of some checkpoints.
+        """
+        layers = self.layers if layer is None else (self.layer(layer),)
+        return sum_self(self, layers, top=top, where=where, at_step=at_step)
+
     def votes(self, layer: int | str | None = None, *, where: str | None = None) -> Result:
         """How well the label with the largest total predicts, over all probes with a label and a prediction.
 
@@ -287,6 +303,71 @@ class Store:
     def probes(self, layer: Layer) -> Log:
         """The log of one layer's probes. Raises DamagedError."""
         return self._log(f"probes/layer={layer.number}", probe_columns(layer, self.info_file.dtype, self.info_file.format))
+
+    def weights(
+        self,
+        layer: int | str,
+        *,
+        gains: Mapping[str, Mapping[Any, float]] | None = None,
+        where: str | None = None,
+        at_step: int | None = None,
+        with_initial: bool = False,
+    ) -> Affine:
+        """The layer's weight, (d_out, d_in), and bias, (d_out,), rebuilt from initial weights and patterns in float64.
+
+        Args:
+            gains: factors on the memories of groups, `{"task": {"mnist": 1.7}, "label": {3: 0}}`: SQL expressions over the row
+                columns, and what the patterns where they have a value count; where several apply, their product. 0 masks.
+            where: SQL condition; patterns outside do not count at all.
+            at_step: the weights as they were after this step.
+            with_initial: the one gain's factor holds for the initial weights, too (Gershman et al. 2025).
+
+        Raises QueryError for a value that no pattern has, InexactError where the optimiser is not known.
+        """
+        found = self.layer(layer)
+        until = check_step(self, at_step)
+        return reweigh(self, [found], gains_of(gains), where=where, until=until, with_initial=with_initial)[0]
+
+    def write_weights(
+        self,
+        path: str | Path,
+        *,
+        gains: Mapping[str, Mapping[Any, float]] | None = None,
+        where: str | None = None,
+        at_step: int | None = None,
+        with_initial: bool = False,
+    ) -> None:
+        """Writes the `weights` of all recorded layers as safetensors, by their names in the model, in the store's dtype.
+
+        `model.load_state_dict(safetensors.torch.load_file(path), strict=False)` takes them. Raises StoreError where the file
+        cannot be written.
+        """
+        until = check_step(self, at_step)
+        found = reweigh(self, self.layers, gains_of(gains), where=where, until=until, with_initial=with_initial)
+        dtype, tensors = self.info_file.dtype, {}
+        for layer, affine in zip(self.layers, found, strict=True):
+            tensors[f"{layer.name}.weight"] = affine.weight.astype(dtype)
+            if layer.bias:
+                tensors[f"{layer.name}.bias"] = affine.bias.astype(dtype)
+        save_weights(Path(path), tensors)
+
+    def evaluate(
+        self,
+        gains: Mapping[str, Mapping[Any, float | Sequence[float]]],
+        *,
+        where: str | None = None,
+        at_step: int | None = None,
+        with_initial: bool = False,
+    ) -> Result:
+        """Accuracy on the recorded probes, for each task, of the network whose weights are those of `weights` at every layer.
+
+        Factors may be lists: every combination is tried, from one pass over the log. The layers must follow each other with
+        a common activation (or none) between them, which the recorded probes show; other networks are refused.
+
+        Returns: a column for each gain, task, probes, accuracy in 0..1.
+        """
+        until = check_step(self, at_step)
+        return evaluate(self, gains_of(gains), where=where, until=until, with_initial=with_initial)
 
     def tensors(self, name: str) -> dict[str, NDArray[Any]]:
         """What the file holds: tensors of `weights/<name>.safetensors`, "initial" or "final", by name.

@@ -20,11 +20,12 @@ from dualstore.scores import Score
 from dualstore.scoring import check_step, explained, find_score
 from dualstore.shapes import Bool, Float64
 from dualstore.sums import Cells, Rest, read_cells
+from dualstore.weights import coefficients_of
 
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["Wholes", "attention", "sum_groups"]
+__all__ = ["Wholes", "attention", "sum_groups", "sum_self"]
 
 _OF_CELLS = (("label", "task"), ("epoch", "label", "task"), ("step", "epoch", "label", "task"))
 """Columns that rows of a cell share, or that its steps have; the fewest that a question is written in are used."""
@@ -123,6 +124,59 @@ def sum_groups(
     shown += "" if until is None else f", after step {until}"
     notes = [] if valued is None else explained(store, layer, queries, valued, None, until)
     return Result(table, f"{shown}: {queries.title}", explain, notes)
+
+
+def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | None, at_step: Any) -> Result:
+    """See `Store.self_influence`."""
+    from dualstore.database import Database  # DuckDB is slow to start
+
+    if isinstance(top, bool) or not isinstance(top, int | np.integer) or top < 1:
+        raise QueryError(f"top: expected a whole number of at least 1, found {top!r}")
+    until = check_step(store, at_step)
+    database = Database(threads=store.options.threads)
+    measures = "coalesce(fsum(own), 0) AS total, CAST(coalesce(sum(_rows), 0) AS BIGINT) AS count"
+    sums = _Sums(database, "sample_id", measures)
+    sums.add(store.labelling.empty().append_column("own", pa.array([], pa.float64())))
+    explain = Explain(0, 0)
+    with explain.phase("scan"):
+        for layer in layers:
+            c = coefficients_of(store, layer, "weight", until)
+            select = Selector(store.labelling, where, None, until)
+            block_rows = max(64, store.options.budget_bytes // 8 // (16 * (layer.d_in + layer.d_out)))
+            for piece in pieces(store.patterns(layer), select, block_rows, errors=True):
+                everything = slice(None)
+                x, e = piece.selected_keys(everything).astype(np.float64), piece.selected_errors(everything).astype(np.float64)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    own = c.at(piece.steps(everything)) * np.vecdot(x, x) * np.vecdot(e, e)
+                rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
+                sums.add(rows.append_column("own", pa.array(own)))
+    with explain.phase("group"):
+        table = sums.result("")
+        order = np.lexsort((table.column("sample_id").to_numpy(), -np.abs(table.column("total").to_numpy())))[:top]
+        sample_id, own, count = table.take(pa.array(order)).columns
+        label, task = _named_samples(store, layers[0], sample_id.to_pylist())
+        columns = {"sample_id": sample_id, "label": label, "task": task, "self_influence": own, "count": count}
+    names = ", ".join(f"{layer.number} ({layer.name})" for layer in layers)
+    shown = f"top {top} by self-influence" + (f" where {where}" if where else "")
+    shown += "" if until is None else f", after step {until}"
+    note = "self_influence = sum of c |x|^2 |e|^2 over a sample's visits: what its own patterns did to the loss of its batch, "
+    return Result(pa.table(columns), f"{shown}: layers {names}", explain, [note + "to first order; below zero: they lowered it"])
+
+
+def _named_samples(store: "Store", layer: Layer, samples: Sequence[int]) -> tuple[pa.Array, pa.Array]:
+    """Label and task that each sample had at its first visit."""
+    first: dict[int, tuple[int, str | None]] = {}
+    log = store.patterns(layer)
+    select = Selector(store.labelling, f"list_contains({list(samples)}, sample_id)", None)
+    for groups in log.chunks(RUN_ROWS) if samples else ():
+        mapping = groups[0].part.mapping
+        rows = store.labelling.table(mapping, groups).take(pa.array(select(mapping, groups).rows))
+        for sample, label, task in zip(*(rows.column(name).to_pylist() for name in ("sample_id", "label", "task")), strict=True):
+            first.setdefault(sample, (label, task))
+        if len(first) == len(samples):
+            break
+    found = [first[sample] for sample in samples]
+    return pa.array([label for label, _ in found], pa.int32()), pa.array([task for _, task in found], pa.string())
 
 
 def _one_signed(queries: ndarray) -> bool:

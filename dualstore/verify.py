@@ -172,7 +172,7 @@ def _final_probes(store: "Store", layer: Layer, probes: int) -> tuple[ndarray, n
     rows = ProbeRows.of(store.probes(layer))
     rows = rows.select(rows.scalars("step") == store.last_step + 1)
     spread = np.unique(np.linspace(0, len(rows.row) - 1, min(probes, len(rows.row))).round().astype(np.int64))
-    some = ProbeRows(rows.log, rows.test_id[spread], rows.position[spread], rows.row[spread])
+    some = rows.select(spread)
     x, y = (some.vectors(name).astype(np.float64) for name in ("x", "y"))
     finite = np.isfinite(x).all(1) & np.isfinite(y).all(1)
     return x[finite], y[finite]

@@ -12,17 +12,18 @@ import numpy as np
 from numpy import ndarray
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 
 from dualstore.coefficients import Coefficients, sgd_coefficients
 from dualstore.errors import DamagedError, InexactError, StoreError
 from dualstore.schema import Layer
 from dualstore.shapes import Float64, Int64
+from dualstore.writer import write_whole
 
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["Affine", "Dual", "coefficients_of", "initial_of", "read_weights", "rebuild", "trained"]
+__all__ = ["Affine", "Dual", "coefficients_of", "initial_of", "read_weights", "rebuild", "save_weights", "trained"]
 
 _BLOCK_ROWS = 4096
 
@@ -124,6 +125,14 @@ def read_weights(path: Path) -> dict[str, NDArray[np.generic]]:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedError(f"{path}: expected a safetensors file, found {error}") from error
+
+
+def save_weights(path: Path, tensors: dict[str, NDArray[np.generic]]) -> None:
+    """Writes tensors as safetensors, whole or not at all. Raises StoreError."""
+    try:
+        write_whole(path, save(tensors))
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}; choose another place") from error
 
 
 def trained(store: "Store", layer: Layer, name: str = "final") -> Affine:

@@ -205,7 +205,7 @@ def run(path: Path, *, flush_every: int = 3, steps: int = STEPS, **options: Any)
                 recorder.flush()
         recorder.samples(range(12), Y, [f"text {number}" for number in range(12)])
         model.eval()
-        with recorder.probe([1, 2], Y[:2]):
+        with recorder.probe([1, 2], Y[:2], loss=lambda y: nn.functional.cross_entropy(y, Y[:2], reduction="none")):
             model(X[:2])
 
 

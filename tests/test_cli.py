@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import nn
 
 import dualstore
 from tests.reference import Rows, write_store
@@ -103,6 +106,92 @@ def test_where_and_per_reach_the_library(store: Path) -> None:
     )
     assert found == dualstore.open(store).query(test_id=0, layer=0, where=where, per="label", top=2).to_dicts()
     assert {row["task"] for row in found} == {"new"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small recorded training, with weights and a loss of its probes."""
+    path = tmp_path_factory.mktemp("cli") / "trained"
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 4), torch.arange(30) % LABELS
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, LABELS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    with dualstore.record(model, optimizer, path) as recorder:
+        for step in range(8):
+            with recorder.batch(range(30), y, task="new" if step > 3 else "old"):
+                nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with recorder.probe(range(30), y, loss=lambda out: nn.functional.cross_entropy(out, y, reduction="none")):
+            model(x)
+    return path
+
+
+def test_scores_and_steps_reach_the_library(trained: Path) -> None:
+    library = dualstore.open(trained)
+    ask = ("--store", trained, "--test-id", "2", "--layer", "1")
+    for words, how in (
+        (("--score", "contribution", "--output", "2"), {"score": "contribution", "output": 2}),
+        (
+            ("--score", "contribution", "--output", "label", "--at-step", "5"),
+            {"score": "contribution", "output": "label", "at_step": 5},
+        ),
+        (("--score", "influence"), {"score": "influence"}),
+        (("--at-step", "3"), {"at_step": 3}),
+    ):
+        assert parsed("query", *ask, *words) == library.query(test_id=2, layer=1, **how).to_dicts()
+        assert parsed("totals", *ask, *words) == library.totals(test_id=2, layer=1, **how).to_dicts()
+        count = "SELECT count(*) AS n FROM attention"
+        assert parsed("sql", count, *ask, *words) == library.sql(count, test_id=2, layer=1, **how).to_dicts()
+    shown = call("query", *ask, "--score", "contribution", "--output", "predicted", "--top", "2").stdout.splitlines()
+    assert shown[-2].startswith("contribution = alpha * value")
+    assert shown[-1].startswith("output ")
+    assert "% of the output" in shown[-1]
+    fails("query", *ask, "--score", "contribution", "--output", "9", match="output: expected a number from 0 to 2")
+    fails("query", *ask, "--score", "contribution", "--output", "-1", match="found -1")
+    fails("totals", *ask, "--at-step", "8", match="at_step: expected a step of the run, 0 to 7; found 8")
+    call("query", *ask, "--score", "value", code=2)
+
+
+def test_self_reaches_the_library(trained: Path) -> None:
+    library = dualstore.open(trained)
+    assert parsed("self", "--store", trained, "--top", "4") == library.self_influence(top=4).to_dicts()
+    found = parsed("self", "--store", trained, "--layer", "1", "--where", "label = 1", "--at-step", "2")
+    assert found == library.self_influence(1, where="label = 1", at_step=2).to_dicts()
+
+
+def test_reweigh_writes_weights_and_shows_accuracy(trained: Path, tmp_path: Path) -> None:
+    library = dualstore.open(trained)
+    found = parsed("reweigh", "--store", trained, "--gain", "task=new:0:1:0.5", "--evaluate", "--with-initial")
+    assert found == library.evaluate({"task": {"new": [0, 0.5, 1]}}, with_initial=True).to_dicts()
+    assert [row["task=new"] for row in found] == [0, 0.5, 1]
+    out = tmp_path / "weights.safetensors"
+    call("reweigh", "--store", trained, "--gain", "task=new:-2.5", "--gain", "label=1:0", "--at-step", "6", "--out", out)
+    written = load_file(out)
+    assert list(written) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    expected = library.weights(1, gains={"task": {"new": -2.5}, "label": {1: 0}}, at_step=6)
+    np.testing.assert_array_equal(written["2.weight"], expected.weight.astype(np.float32))
+    np.testing.assert_array_equal(written["2.bias"], expected.bias.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "gain", ["task", "task=new", "task=new:", "task=:1", "=new:1", "task=new:x", "task=new:nan", "task=new:0:1"]
+)
+def test_a_gain_that_is_not_one_is_refused_in_one_line(trained: Path, gain: str) -> None:
+    fails("reweigh", "--store", trained, "--gain", gain, "--evaluate", match="gain ")
+
+
+def test_reweigh_says_what_is_missing(trained: Path, tmp_path: Path) -> None:
+    ask = ("reweigh", "--store", trained)
+    call(*ask, "--gain", "task=new:1", code=2)
+    call(*ask, "--gain", "task=new:1", "--gain", "task=new:2", "--evaluate", code=2)
+    call(*ask, "--gain", "task=new:1:2:1", "--out", tmp_path / "w", code=2)
+    fails(*ask, "--gain", "task=newer:1", "--evaluate", match="no pattern has this value; there are new, old")
+    for sweep in ("1:2:0", "2:1:0.1", "0:1:1e-9"):
+        fails(*ask, "--gain", f"task=new:{sweep}", "--evaluate", match="expected a STEP that leads from START to STOP")
+    (tmp_path / "file").touch()
+    fails(*ask, "--gain", "task=new:1", "--out", tmp_path / "file" / "w", match="cannot be written")
 
 
 def test_several_test_ids_and_vectors_answer_in_one_pass(store: Path, tmp_path: Path) -> None:
@@ -211,7 +300,7 @@ def test_an_unfinished_store_answers_with_a_warning(store: Path, tmp_path: Path)
 
 def test_help_is_there_for_every_command() -> None:
     names = [line.split()[0] for line in call("--help").stdout.split("Commands:")[1].splitlines() if line.strip()]
-    assert names == ["demo", "index", "info", "query", "sql", "totals", "train", "verify", "votes"]
+    assert names == ["demo", "index", "info", "query", "reweigh", "self", "sql", "totals", "train", "verify", "votes"]
     for name in names:
         assert "--store" in call(name, "--help").stdout
     assert "dualstore" in call("--version").stdout

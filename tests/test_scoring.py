@@ -193,6 +193,27 @@ def test_several_queries_have_outputs_and_gradients_of_their_own(run: Run) -> No
     np.testing.assert_allclose([row["total"] for row in given], [row["total"] for row in probed], rtol=1e-11)
 
 
+@pytest.mark.parametrize("layer", [0, "2", None])
+@pytest.mark.parametrize("step", [3, None])
+def test_self_influence_is_that_of_each_pattern_on_its_own_loss(run: Run, layer: int | str | None, step: int | None) -> None:
+    expected: dict[int, list[float]] = {}
+    for number in {0: [0], "2": [1], None: [0, 1]}[layer]:
+        c = dualstore.weights.coefficients_of(run.store, run.store.layers[number], "weight", step).c
+        for row in patterns(run, number):
+            if row["label"] != 1 and (step is None or row["step"] <= step):
+                own = c[row["step"]] * np.square(row["x"]).sum() * np.square(row["e"]).sum()
+                expected.setdefault(row["sample_id"], []).append(own)
+    order = sorted(expected, key=lambda sample: -abs(sum(expected[sample])))[:6]
+    found = run.store.self_influence(layer, top=6, where="label <> 1", at_step=step).to_dicts()
+    assert [row["sample_id"] for row in found] == order
+    for row in found:
+        assert row["self_influence"] == pytest.approx(sum(expected[row["sample_id"]]), rel=1e-11)
+        assert row["count"] == len(expected[row["sample_id"]])
+        assert row["label"] == int(Y[row["sample_id"]])
+    with pytest.raises(QueryError, match="top: expected a whole number of at least 1, found 0"):
+        run.store.self_influence(top=0)
+
+
 @pytest.mark.parametrize(
     ("asked", "match"),
     [

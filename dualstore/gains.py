@@ -1,0 +1,233 @@
+"""Weights as if the memories of some groups of patterns had been masked or amplified.
+
+    W(gains) = a W_0 + q b_0 + sum_g gain_g dW_g        dW_g = sum_{t in g} c_t e_t x_t^T, the bias with x = 1
+
+One pass over the log gives dW_g of every group that a gain names; weights for any gains follow without another.
+
+Source: Gershman, Fiete, Irie 2025 (arXiv 2501.02950), the follow-up experiment on continual learning.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy import ndarray
+
+from dualstore.errors import QueryError
+from dualstore.probes import ProbeRows
+from dualstore.result import Result
+from dualstore.rows import Selector
+from dualstore.scan import block_rows_of, pieces
+from dualstore.schema import Layer
+from dualstore.shapes import Float64
+from dualstore.weights import Affine, coefficients_of, initial_of
+
+if TYPE_CHECKING:
+    from dualstore.store import Store
+
+__all__ = ["Gain", "evaluate", "gains_of", "reweigh"]
+
+_ROWS = 2048
+"""Probes that pass through the network at once."""
+_FIT = 1e-4
+"""How far, relative to the largest, a layer's recorded inputs may be from the activation of the outputs before."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One factor, or several to be tried, for the patterns where an SQL expression has a value."""
+
+    expression: str
+    value: str
+    """As text."""
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What one layer's weights consist of."""
+
+    layer: Layer
+    initial: Affine
+    changes: dict[tuple[bool, ...], Affine]
+    """The change by the patterns for which just these gains count."""
+
+    def under(self, factors: Sequence[float], *, with_initial: bool) -> Affine:
+        """The weights with one factor for each gain."""
+        first = factors[0] if with_initial else 1.0
+        weight, bias = first * self.initial.weight, first * self.initial.bias
+        for counts, change in self.changes.items():
+            factor = math.prod(factor for factor, here in zip(factors, counts, strict=True) if here)
+            weight, bias = weight + factor * change.weight, bias + factor * change.bias
+        return Affine(weight, bias)
+
+
+def gains_of(given: Mapping[str, Mapping[Any, Any]] | None) -> list[Gain]:
+    """Gains from `{expression: {value: factor}}`; a factor may be a list to be tried. Raises QueryError."""
+    found = []
+    for expression, values in (given or {}).items():
+        if not isinstance(values, Mapping) or not isinstance(expression, str) or not expression.strip():
+            raise QueryError(f"gains: expected {{expression: {{value: factor}}}}, found {expression!r}: {values!r}")
+        for value, factor in values.items():
+            factors = factor if isinstance(factor, list | tuple | np.ndarray) else [factor]
+            if not len(factors) or not all(_is_number(one) for one in factors):
+                raise QueryError(f"gains: {expression} = {value}: expected a finite factor, found {factor!r}")
+            found.append(Gain(expression, str(value), tuple(float(one) for one in factors)))
+    return found
+
+
+def reweigh(
+    store: "Store", layers: Sequence[Layer], gains: Sequence[Gain], *, where: str | None, until: int | None, with_initial: bool
+) -> list[Affine]:
+    """See `Store.weights`; for several layers, each gain with its only factor."""
+    if any(len(gain.factors) > 1 for gain in gains):
+        raise QueryError("gains: expected one factor for each value, found several; evaluate tries several")
+    factors = [gain.factors[0] for gain in gains]
+    return [
+        memory.under(factors, with_initial=with_initial) for memory in _memories(store, layers, gains, where, until, with_initial)
+    ]
+
+
+def evaluate(store: "Store", gains: Sequence[Gain], *, where: str | None, until: int | None, with_initial: bool) -> Result:
+    """See `Store.evaluate`."""
+    network = _Network(store)
+    memories = list(_memories(store, store.layers, gains, where, until, with_initial))
+    tried = list(itertools.product(*(gain.factors for gain in gains)))
+    rows: dict[str, list[Any]] = {name: [] for name in (*_columns(gains), "task", "probes", "accuracy")}
+    for factors in tried:
+        right = network.right([memory.under(factors, with_initial=with_initial) for memory in memories])
+        for task in sorted(set(network.tasks.tolist())):
+            mine = network.tasks == task
+            known = store.info_file.tasks[task] if 0 <= task < len(store.info_file.tasks) else None
+            for name, value in (*zip(_columns(gains), factors, strict=True), ("task", known), ("probes", int(mine.sum())),
+                                ("accuracy", float(right[mine].mean()))):  # fmt: skip
+                rows[name].append(value)
+    types = {"task": pa.string(), "probes": pa.int64()}
+    table = pa.table({name: pa.array(values, types.get(name, pa.float64())) for name, values in rows.items()})
+    shown = "accuracy on the recorded probes" + (" with W_0 scaled, too" if with_initial else "")
+    shown += (f" where {where}" if where else "") + ("" if until is None else f", after step {until}")
+    return Result(table, shown, notes=[f"activations between the layers, as the probes show: {', '.join(network.named) or 'none'}"])
+
+
+def _columns(gains: Sequence[Gain]) -> list[str]:
+    return [f"{gain.expression}={gain.value}" for gain in gains]
+
+
+def _memories(
+    store: "Store", layers: Sequence[Layer], gains: Sequence[Gain], where: str | None, until: int | None, with_initial: bool
+) -> Iterator[_Memory]:
+    """One pass over the log of each layer."""
+    if with_initial and len(gains) != 1:
+        raise QueryError(f"with_initial: expected one gain, whose factor W_0 gets, too; found {len(gains)}")
+    for layer in layers:
+        yield _memory(store, layer, gains, where, until)
+
+
+def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | None, until: int | None) -> _Memory:
+    factors = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
+    initial = Affine(*(initial_of(store, layer, kind, found) for kind, found in factors.items()))
+    counts = [f"CASE WHEN CAST(({gain.expression}\n) AS VARCHAR) = {_quoted(gain.value)} THEN '1' ELSE '0' END" for gain in gains]
+    for gain in gains:  # an expression that is wrong is named as it was given
+        Selector(store.labelling, None, gain.expression)
+    select = Selector(store.labelling, where, f"concat({', '.join(counts)})" if gains else "''", until)
+    changes: dict[int, Affine] = {}
+    row_bytes = 8 * 2 * (layer.d_in + layer.d_out)
+    block_rows = block_rows_of(store.options.budget_bytes, row_bytes, 1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for piece in pieces(store.patterns(layer), select, block_rows, errors=True):
+            assert piece.codes is not None
+            for code in np.unique(piece.codes).tolist():
+                mine = np.flatnonzero(piece.codes == code)
+                x, e, steps = piece.selected_keys(mine).astype(np.float64), piece.selected_errors(mine), piece.steps(mine)
+                change = changes.setdefault(code, Affine(np.zeros((layer.d_out, layer.d_in)), np.zeros(layer.d_out)))
+                change.weight[...] += (e * factors["weight"].at(steps)[:, None]).T @ x
+                change.bias[...] += factors["bias"].at(steps) @ e
+    found = {tuple(here == "1" for here in select.values[code]): change for code, change in changes.items()}
+    for number, gain in enumerate(gains):
+        if not any(here[number] for here in found):
+            known = _known(store, layer, gain.expression)
+            raise QueryError(f"gain {gain.expression}={gain.value}: no pattern has this value; there are {known}")
+    return _Memory(layer, initial, found)
+
+
+def _known(store: "Store", layer: Layer, expression: str) -> str:
+    """The first few values of an expression, as text."""
+    select = Selector(store.labelling, None, expression)
+    for groups in store.patterns(layer).chunks(1 << 17):
+        select(groups[0].part.mapping, groups)
+    values = sorted(map(str, select.values))
+    return ", ".join(values[:12]) + (f" and {len(values) - 12} more" if len(values) > 12 else "")
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_ACTIVATIONS: dict[str, Callable[[ndarray], ndarray]] = {
+    "none": lambda y: y,
+    "ReLU": lambda y: np.maximum(y, 0),
+    "tanh": np.tanh,
+    "sigmoid": lambda y: 1 / (1 + np.exp(-y)),
+    "leaky ReLU": lambda y: np.where(y > 0, y, 0.01 * y),
+    "ELU": lambda y: np.where(y > 0, y, np.expm1(np.minimum(y, 0))),
+    "SiLU": lambda y: y / (1 + np.exp(-y)),
+    "GELU": lambda y: y * 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(y / math.sqrt(2))),
+    "GELU (tanh)": lambda y: 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3))),
+    "softplus": lambda y: np.logaddexp(y, 0),
+}
+
+
+class _Network:
+    """The recorded layers as a chain: the input of each is the activation of the output before, as the probes show."""
+
+    def __init__(self, store: "Store") -> None:
+        self._rows = [ProbeRows.of(store.probes(layer)) for layer in store.layers]
+        first = self._rows[0]
+        labels, tasks = first.scalars("label"), first.scalars("task")
+        if not len(first.row) or not (labels >= 0).any():
+            raise QueryError(f"{store.path}: accuracy needs recorded probes with labels: rec.probe(test_id, label)")
+        self.named = [self._activation(store, number) for number in range(1, len(store.layers))]
+        self._activations = [_ACTIVATIONS[name] for name in self.named]
+        self._kept = np.flatnonzero(labels >= 0)
+        self._labels, self.tasks = labels[self._kept], tasks[self._kept]
+
+    def _activation(self, store: "Store", number: int) -> str:
+        """The activation before a layer. Raises QueryError where the probes show none of those that are known."""
+        before, after = self._rows[number - 1], self._rows[number]
+        names = [f"{layer.number} ({layer.name})" for layer in store.layers[number - 1 : number + 1]]
+        same = np.array_equal(before.test_id, after.test_id) and np.array_equal(before.position, after.position)
+        if same and store.layers[number - 1].d_out == store.layers[number].d_in:
+            some = np.unique(np.linspace(0, len(before.row) - 1, min(64, len(before.row))).astype(int))
+            y, x = before.select(some).vectors("y").astype(np.float64), after.select(some).vectors("x").astype(np.float64)
+            with np.errstate(over="ignore"):
+                errors = {name: float(np.abs(apply(y) - x).max()) for name, apply in _ACTIVATIONS.items()}
+            best = min(errors, key=lambda name: errors[name])
+            if errors[best] <= _FIT * max(float(np.abs(x).max()), 1e-30):
+                return best
+        raise QueryError(
+            f"{store.path}: accuracy under gains needs a chain of layers; the probes of layers {' and '.join(names)} fit none of "
+            f"{', '.join(_ACTIVATIONS)}; write the weights with reweigh and evaluate them in the model itself"
+        )
+
+    def right(self, weights: Sequence[Affine]) -> ndarray:
+        """Which probes the network would answer with their label."""
+        found = [self._predict(start, weights) for start in range(0, len(self._kept), _ROWS)]
+        answers: ndarray = np.concatenate(found) == self._labels
+        return answers
+
+    def _predict(self, start: int, weights: Sequence[Affine]) -> ndarray:
+        some = self._kept[start : start + _ROWS]
+        x: Float64[ndarray, "p i"] = self._rows[0].select(some).vectors("x").astype(np.float64)
+        for layer, apply in zip(weights, [*self._activations, _ACTIVATIONS["none"]], strict=True):
+            with np.errstate(over="ignore"):
+                x = apply(x @ layer.weight.T + layer.bias)
+        found: ndarray = x.argmax(axis=1)
+        return found
