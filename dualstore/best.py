@@ -123,6 +123,23 @@ class Best:
         if len(hits):
             self._add(piece, *np.divmod(hits, scores.shape[1]))
 
+    def offer_traced(self, piece: Piece, values: Float64[ndarray, "n m"]) -> None:
+        """The same where the true scores are known."""
+        if piece.codes is None:
+            cuts, behind = self._kth[:, 0].copy(), len(values) - self.k
+            for j in np.flatnonzero(~self._full[:, 0]) if behind > 0 else ():
+                least = np.nan_to_num(values[:, j], nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+                cuts[j] = max(cuts[j], np.partition(least, behind)[behind])
+        else:
+            self.grow(int(piece.codes.max(initial=0)) + 1)
+            cuts = self._kth.T[piece.codes]
+        index, query = np.nonzero(values >= cuts)  # false for NaN
+        if len(index):
+            local = piece.local[index]
+            codes = np.zeros(len(index), np.int64) if piece.codes is None else piece.codes[index]
+            step, sample, position = (piece.mapping.array(piece.group, name)[local] for name in ("step", "sample_id", "position"))
+            self._rank(_Rows(query, codes, values[index, query], step, sample, position, local + piece.group.first))
+
     def _cuts(self, scores: Float[ndarray, "n m"], norm: float) -> Float64[ndarray, " m"]:
         error, behind = self._error(norm), len(scores) - self.k
         cuts: ndarray = self._kth[:, 0] * self._scale - error

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
+from dualstore.adaptive import Stretch, walk
 from dualstore.errors import QueryError
 from dualstore.probes import ProbeRows
 from dualstore.result import Result
@@ -24,7 +25,7 @@ from dualstore.rows import Selector
 from dualstore.scan import block_rows_of, pieces
 from dualstore.schema import Layer
 from dualstore.shapes import Float64
-from dualstore.weights import Affine, coefficients_of, initial_of
+from dualstore.weights import Affine, coefficients_of, initial_of, replayed, temporary
 
 if TYPE_CHECKING:
     from dualstore.store import Store
@@ -128,30 +129,66 @@ def _memories(
 
 
 def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | None, until: int | None) -> _Memory:
-    factors = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
-    initial = Affine(*(initial_of(store, layer, kind, found) for kind, found in factors.items()))
     counts = [f"CASE WHEN CAST(({gain.expression}\n) AS VARCHAR) = {_quoted(gain.value)} THEN '1' ELSE '0' END" for gain in gains]
     for gain in gains:  # an expression that is wrong is named as it was given
         Selector(store.labelling, None, gain.expression)
     select = Selector(store.labelling, where, f"concat({', '.join(counts)})" if gains else "''", until)
-    changes: dict[int, Affine] = {}
-    row_bytes = 8 * 2 * (layer.d_in + layer.d_out)
-    block_rows = block_rows_of(store.options.budget_bytes, row_bytes, 1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for piece in pieces(store.patterns(layer), select, block_rows, errors=True):
-            assert piece.codes is not None
-            for code in np.unique(piece.codes).tolist():
-                mine = np.flatnonzero(piece.codes == code)
-                x, e, steps = piece.selected_keys(mine).astype(np.float64), piece.selected_errors(mine), piece.steps(mine)
-                change = changes.setdefault(code, Affine(np.zeros((layer.d_out, layer.d_in)), np.zeros(layer.d_out)))
-                change.weight[...] += (e * factors["weight"].at(steps)[:, None]).T @ x
-                change.bias[...] += factors["bias"].at(steps) @ e
+    if replayed(store):
+        initial, changes = _replayed_changes(store, layer, select, until)
+    else:
+        initial, changes = _changes(store, layer, select, until)
     found = {tuple(here == "1" for here in select.values[code]): change for code, change in changes.items()}
     for number, gain in enumerate(gains):
         if not any(here[number] for here in found):
             known = _known(store, layer, gain.expression)
             raise QueryError(f"gain {gain.expression}={gain.value}: no pattern has this value; there are {known}")
     return _Memory(layer, initial, found)
+
+
+def _changes(store: "Store", layer: Layer, select: Selector, until: int | None) -> tuple[Affine, dict[int, Affine]]:
+    """What is left of the initial weights, and the change by the patterns of each group of a selection."""
+    factors = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
+    initial = Affine(*(initial_of(store, layer, kind, found) for kind, found in factors.items()))
+    changes: dict[int, Affine] = {}
+    block_rows = block_rows_of(store.options.budget_bytes, 16 * (layer.d_in + layer.d_out), 1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for piece in pieces(store.patterns(layer), select, block_rows, errors=True):
+            assert piece.codes is not None
+            for code in np.unique(piece.codes).tolist():
+                mine = np.flatnonzero(piece.codes == code)
+                x, e, steps = piece.selected_keys(mine).astype(np.float64), piece.selected_errors(mine), piece.steps(mine)
+                change = changes.setdefault(code, _nothing(layer))
+                change.weight[...] += (e * factors["weight"].at(steps)[:, None]).T @ x
+                change.bias[...] += factors["bias"].at(steps) @ e
+    return initial, changes
+
+
+def _replayed_changes(store: "Store", layer: Layer, select: Selector, until: int | None) -> tuple[Affine, dict[int, Affine]]:
+    """The same where the optimiser is replayed. 4 bytes for each pattern lie in a temporary file."""
+    log = store.patterns(layer)
+    codes = temporary((log.rows,), np.int32)
+    codes[:] = -1
+    for piece in pieces(log, select, 1 << 20):
+        codes[piece.group.first + piece.local] = piece.codes
+    changes: dict[int, Affine] = {code: _nothing(layer) for code in range(len(select.values))}
+    initial, outputs = _nothing(layer), np.arange(layer.d_out)
+    for kind, start in (("weight", initial.weight), ("bias", initial.bias[:, None])):
+        done = 0
+        for part in walk(store, layer, kind, until, outputs):
+            if not isinstance(part, Stretch):
+                start[done : done + len(part)] = part
+                done += len(part)
+                continue
+            some = codes[part.first : part.first + len(part.x)]
+            for code in np.unique(some[some >= 0]).tolist():
+                change, mine = changes[code], some == code
+                total = change.weight if kind == "weight" else change.bias[:, None]
+                total[part.outputs] += part.factor * (part.e[mine].T @ part.x[mine])
+    return initial, changes
+
+
+def _nothing(layer: Layer) -> Affine:
+    return Affine(np.zeros((layer.d_out, layer.d_in)), np.zeros(layer.d_out))
 
 
 def _known(store: "Store", layer: Layer, expression: str) -> str:

@@ -287,6 +287,15 @@ class Log:
         low, high = np.searchsorted(self._firsts, [first, end])
         return self.groups[low:high]
 
+    def spans(self, first: int, end: int) -> Iterator[tuple[Group, slice]]:
+        """The rows from `first` up to `end` as slices of row groups; fewer where the log ends before."""
+        for group in self.groups[max(0, int(np.searchsorted(self._firsts, first, side="right")) - 1) :]:
+            if group.first >= end:
+                return
+            some = slice(max(0, first - group.first), min(group.rows, end - group.first))
+            if some.start < some.stop:
+                yield group, some
+
     def is_whole(self, first: int, rows: int) -> bool:
         """Whether a run of rows is one of whole row groups."""
         return sum(group.rows for group in self.between(first, first + rows)) == rows

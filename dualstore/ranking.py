@@ -18,7 +18,7 @@ from dualstore.probes import Queries
 from dualstore.result import Result
 from dualstore.rows import ROW_COLUMNS, Selector
 from dualstore.schema import Layer
-from dualstore.scores import Score
+from dualstore.scores import Score, Traced
 from dualstore.scoring import check_step, explained, find_score
 from dualstore.sketch import read_sketches
 from dualstore.topk import top_k
@@ -96,15 +96,16 @@ def rank_patterns(
     return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}", explain, notes)
 
 
-def _valued(log: Log, queries: Queries, score: Score, ranking: Ranking) -> dict[str, ndarray]:
-    """The score of ranked rows, and the two factors it is the product of."""
+def _valued(log: Log, queries: Queries, score: Score | Traced, ranking: Ranking) -> dict[str, ndarray]:
+    """The score of ranked rows, alpha and, where the score is the product of alpha and a value, that value."""
     alpha, value = np.empty(len(ranking.row)), np.empty(len(ranking.row))
     for start in range(0, len(ranking.row), _BLOCK_ROWS):
         some = slice(start, start + _BLOCK_ROWS)
         found, asked = log.take(["step", "x", "e"], ranking.row[some]), ranking.query[some]
         alpha[some] = exact_dots(found["x"], queries.vectors[asked])
-        value[some] = score.values(found["step"], found["e"], asked)
-    return {score.name: ranking.alpha, "alpha": alpha, "value": value}
+        if isinstance(score, Score):
+            value[some] = score.values(found["step"], found["e"], asked)
+    return {score.name: ranking.alpha, "alpha": alpha} | ({"value": value} if isinstance(score, Score) else {})
 
 
 def _number(given: Any) -> float:

@@ -12,7 +12,7 @@ from dualstore.errors import DualstoreError, QueryError
 from dualstore.result import Result
 from dualstore.rows import Selector
 from dualstore.schema import Layer
-from dualstore.scores import Score
+from dualstore.scores import Score, Traced
 from dualstore.totals import attention
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["run_sql"]
 class _Attention:
     """The relation `attention`: computed anew whenever DuckDB reads it, a piece at a time."""
 
-    def __init__(self, store: "Store", layer: Layer, query: ndarray, score: Score | None, until: int | None) -> None:
+    def __init__(self, store: "Store", layer: Layer, query: ndarray, score: Score | Traced | None, until: int | None) -> None:
         self._store, self._layer, self._query, self._score, self._until = store, layer, query, score, until
         self.error: DualstoreError | None = None
         """What went wrong while DuckDB was reading."""
@@ -50,7 +50,7 @@ def run_sql(
     text: str,
     layer: Layer | None,
     query: ndarray | None,
-    score: Score | None = None,
+    score: Score | Traced | None = None,
     until: int | None = None,
 ) -> Result:
     """See `Store.sql`."""

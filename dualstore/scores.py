@@ -8,16 +8,17 @@ Source: Irie, Csordas, Schmidhuber 2022 (arXiv 2202.05798) for the dual form; Pr
 influence traced along training, of which this is every step of one layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy import ndarray
 
 from dualstore.coefficients import Coefficients
 from dualstore.kernels import dots, error_bound, exact_dots
+from dualstore.scan import Piece
 from dualstore.shapes import Float, Float64, Int32, Int64
 
-__all__ = ["SCORES", "Score"]
+__all__ = ["SCORES", "Score", "Traced"]
 
 SCORES = ("attention", "contribution", "influence")
 
@@ -35,13 +36,21 @@ class Score:
     def __post_init__(self) -> None:
         assert (self.outputs is None) != (self.gradients is None)
 
-    def twice(self) -> "Score":
-        """The same for the queries and once more for the queries."""
-        return self._of(np.tile(np.arange(len(self)), 2))
+    def ranked(self, *, largest: bool, magnitude: bool) -> "Score":
+        """The score of the queries that a top-k is asked with: negated for the smallest, both for the largest magnitude."""
+        return self._of(np.tile(np.arange(len(self)), 2)) if magnitude else self
 
     def one(self, query: int) -> "Score":
         """That of one query."""
         return self._of(np.array([query]))
+
+    def of(self, piece: Piece, alpha: Float64[ndarray, " n"]) -> Float64[ndarray, " n"]:
+        """The scores of a piece's selected rows for the only query, whose alpha is given."""
+        everything = slice(None)
+        values = self.values(piece.steps(everything), piece.selected_errors(everything), np.zeros(len(alpha), np.int64))
+        with np.errstate(over="ignore", invalid="ignore"):
+            found: ndarray = alpha * values + 0.0
+        return found
 
     def _of(self, queries: Int64[ndarray, " q"]) -> "Score":
         outputs, gradients = (None if found is None else found[queries] for found in (self.outputs, self.gradients))
@@ -80,3 +89,38 @@ class Score:
             size = np.linalg.norm(self.gradients.astype(np.float64), axis=1) * (1 + 1e-12)
             off = error_bound(width, errors.dtype) * norm[:, None] * size + width * float(unit.tiny)
             return c * dots(errors, self.gradients), np.abs(c) * off * (1 + 1e-12)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Scores that were computed beforehand, in a file, where a step's factor is a matrix: see `adaptive`."""
+
+    name: str
+    scores: Float64[ndarray, "rows m"]
+    """A mapped file: of every row of the log for every query."""
+    outputs: Int64[ndarray, " m"] | None
+    initial: Float64[ndarray, " m"]
+    """Of contributions, what is left of the initial weights adds to the output."""
+    columns: Int64[ndarray, " k"]
+    sign: Float64[ndarray, " k"]
+
+    def ranked(self, *, largest: bool, magnitude: bool) -> "Traced":
+        """See `Score.ranked`."""
+        if magnitude:
+            return replace(self, columns=np.tile(self.columns, 2), sign=np.concatenate([self.sign, -self.sign]))
+        return self if largest else replace(self, sign=-self.sign)
+
+    def one(self, query: int) -> "Traced":
+        """That of one query."""
+        return replace(self, columns=self.columns[query : query + 1], sign=self.sign[query : query + 1])
+
+    def all_of(self, piece: Piece) -> Float64[ndarray, "n k"]:
+        """The scores of a piece's selected rows for all queries."""
+        found: ndarray = self.scores[piece.group.first + piece.local][:, self.columns] * self.sign + 0.0
+        return found
+
+    def of(self, piece: Piece, alpha: Float64[ndarray, " n"]) -> Float64[ndarray, " n"]:
+        """See `Score.of`."""
+        assert len(alpha) == len(piece.local)
+        found: ndarray = self.all_of(piece)[:, 0]
+        return found

@@ -1,23 +1,25 @@
 """From the words of a question to the score that ranks and sums its patterns, and what the score's numbers mean."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 from numpy.typing import ArrayLike
 
+from dualstore.adaptive import Stretch, walk
 from dualstore.errors import QueryError
 from dualstore.probes import Queries
+from dualstore.scan import Piece
 from dualstore.schema import Layer
-from dualstore.scores import SCORES, Score
+from dualstore.scores import SCORES, Score, Traced
 from dualstore.shapes import Float, Float64, Int64
-from dualstore.weights import coefficients_of, initial_of, rebuild, trained
+from dualstore.weights import coefficients_of, initial_of, rebuild, rebuild_bias, replayed, temporary, trained
 
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["check_step", "explained", "find_score"]
+__all__ = ["check_step", "explained", "find_score", "own_values"]
 
 _FROM_PROBES = ("predicted", "label")
 _SHOWN_QUERIES = 5
@@ -26,7 +28,7 @@ _SHOWN_QUERIES = 5
 
 def find_score(
     store: "Store", layer: Layer, queries: Queries, score: str, output: Any, gradient: ArrayLike | None, until: int | None
-) -> Score | None:
+) -> Score | Traced | None:
     """The score of a question, with the coefficients of the weights after step `until`; None for attention.
 
     Raises QueryError for a score or output that does not exist, InexactError where values are not exact, StoreError
@@ -39,10 +41,11 @@ def find_score(
             raise QueryError(f"{name}: expected with the score {wants} only, found score {score!r}")
     if score == "attention":
         return None
-    coefficients = coefficients_of(store, layer, "weight", until)
-    if score == "contribution":
-        return Score(score, coefficients, outputs=_outputs(store, layer, queries, output))
-    return Score(score, coefficients, gradients=_gradients(store, layer, queries, gradient))
+    outputs = _outputs(store, layer, queries, output) if score == "contribution" else None
+    gradients = _gradients(store, layer, queries, gradient) if score == "influence" else None
+    if replayed(store):
+        return _traced(store, layer, queries, score, outputs, gradients, until)
+    return Score(score, coefficients_of(store, layer, "weight", until), outputs, gradients)
 
 
 def check_step(store: "Store", at_step: Any) -> int | None:
@@ -56,15 +59,17 @@ def check_step(store: "Store", at_step: Any) -> int | None:
 
 
 def explained(
-    store: "Store", layer: Layer, queries: Queries, score: Score, shown: Sequence[float] | None, until: int | None
+    store: "Store", layer: Layer, queries: Queries, score: Score | Traced, shown: Sequence[float] | None, until: int | None
 ) -> list[str]:
     """What the numbers of an answer mean; `shown` are the sums of the rows shown for each query, where rows are shown."""
     after = "" if until is None else f", weights as after step {until}"
     if score.outputs is None:
         unit = "in units of the probe's loss, to first order, through this layer's weights alone"
-        return [f"influence = alpha * value, value = c (e . g): {unit}; below zero: the pattern lowers that loss{after}"]
-    notes = [f"contribution = alpha * value, value = c e[output]: in units of the output, for W x; the bias is apart{after}"]
-    start, bias, whole = _parts(store, layer, queries.vectors, score.outputs, until)
+        formula = "alpha * value, value = c (e . g)" if isinstance(score, Score) else "sum of C[j, i] e[j] g[j] x_t[i] x[i]"
+        return [f"influence = {formula}: {unit}; below zero: the pattern lowers that loss{after}"]
+    formula = "alpha * value, value = c e[output]" if isinstance(score, Score) else "e[output] * sum of C[output, i] x_t[i] x[i]"
+    notes = [f"contribution = {formula}: in units of the output, for W x; the bias is apart{after}"]
+    start, bias, whole = _parts(store, layer, queries.vectors, score, until)
     for number in range(min(len(whole), _SHOWN_QUERIES)):
         total = whole[number] + bias[number]
         text = f"output {score.outputs[number]}{queries.named(number)}: {total:.6g} = {start[number]:.6g} from the initial weights"
@@ -77,11 +82,16 @@ def explained(
 
 
 def _parts(
-    store: "Store", layer: Layer, vectors: Float[ndarray, "m d"], outputs: Int64[ndarray, " m"], until: int | None
+    store: "Store", layer: Layer, vectors: Float[ndarray, "m d"], score: Score | Traced, until: int | None
 ) -> tuple[Float64[ndarray, " m"], Float64[ndarray, " m"], Float64[ndarray, " m"]]:
     """For each query and its output a W_0 x, the bias, and W x."""
+    outputs, complete = score.outputs, until is None and store.info_file.status == "complete"
+    assert outputs is not None
+    if isinstance(score, Traced):
+        bias = trained(store, layer).bias[outputs] if complete else rebuild_bias(store, layer, until)[outputs]
+        return score.initial, bias, score.initial + score.scores.sum(axis=0)
     start = initial_of(store, layer, "weight", coefficients_of(store, layer, "weight", until))[outputs]
-    if until is None and store.info_file.status == "complete":
+    if complete:
         final = trained(store, layer)
         weight, bias = final.weight[outputs], final.bias[outputs]
     else:
@@ -89,6 +99,60 @@ def _parts(
         weight, bias = rebuilt.weight, rebuilt.bias
     wide = vectors.astype(np.float64)
     return np.vecdot(start, wide), bias, np.vecdot(weight, wide)
+
+
+def _traced(
+    store: "Store",
+    layer: Layer,
+    queries: Queries,
+    name: str,
+    outputs: Int64[ndarray, " m"] | None,
+    gradients: Float[ndarray, "m o"] | None,
+    until: int | None,
+) -> Traced:
+    """Scores by replaying the optimiser. Held: nothing; 8 bytes for each pattern and query lie in a temporary file."""
+    vectors, count = queries.vectors.astype(np.float64), len(queries.vectors)
+    scores = temporary((store.patterns(layer).rows, count))
+    initial, done = np.zeros(count), 0
+    asked = np.arange(layer.d_out) if outputs is None else np.unique(outputs)
+    for part in walk(store, layer, "weight", until, asked):
+        if not isinstance(part, Stretch):
+            for query, output in enumerate(() if outputs is None else outputs.tolist()):
+                for place in np.flatnonzero(asked[done : done + len(part)] == output):
+                    initial[query] = part[place] @ vectors[query]
+            done += len(part)
+            continue
+        rows = scores[part.first : part.first + len(part.x)]
+        for query, vector in enumerate(vectors):
+            if outputs is None:
+                assert gradients is not None
+                weighed = (part.x @ (part.factor * vector).T) * part.e  # (n, b)
+                rows[:, query] += weighed @ gradients[query, part.outputs].astype(np.float64)
+            else:
+                for place in np.flatnonzero(part.outputs == outputs[query]):
+                    rows[:, query] = part.e[:, place] * (part.x @ (part.factor[place] * vector))
+    return Traced(name, scores, outputs, initial, np.arange(count), np.ones(count))
+
+
+def own_values(store: "Store", layer: Layer, until: int | None) -> Callable[[Piece], Float64[ndarray, " n"]]:
+    """What gives the influence of each pattern of a piece on the loss that it came from."""
+    everything = slice(None)
+    if not replayed(store):
+        c = coefficients_of(store, layer, "weight", until)
+
+        def own(piece: Piece) -> Float64[ndarray, " n"]:
+            x, e = piece.selected_keys(everything).astype(np.float64), piece.selected_errors(everything).astype(np.float64)
+            with np.errstate(over="ignore", invalid="ignore"):
+                found: ndarray = c.at(piece.steps(everything)) * np.vecdot(x, x) * np.vecdot(e, e)
+            return found
+
+        return own
+    scores = temporary((store.patterns(layer).rows, 1))
+    for part in walk(store, layer, "weight", until, np.arange(layer.d_out)):
+        if isinstance(part, Stretch):
+            rows = scores[part.first : part.first + len(part.x)]
+            rows[:, 0] += np.vecdot(np.square(part.x) @ part.factor.T, np.square(part.e))
+    return lambda piece: scores[piece.group.first + piece.local, 0]
 
 
 def _outputs(store: "Store", layer: Layer, queries: Queries, output: Any) -> Int64[ndarray, " m"]:

@@ -15,7 +15,7 @@ from dualstore.log import Group, Log, Mapping
 from dualstore.part import upper_norm
 from dualstore.rows import Select, Selection, Selector
 from dualstore.scan import Options, Piece, block_rows_of, computed, pieces
-from dualstore.scores import Score
+from dualstore.scores import Score, Traced
 from dualstore.search import Search
 from dualstore.shapes import Float
 from dualstore.sketch import Sketch
@@ -34,7 +34,7 @@ def top_k(
     floor: float | None = None,
     options: Options | None = None,
     sketches: Sequence[Sketch] = (),
-    score: Score | None = None,
+    score: Score | Traced | None = None,
     explain: Explain | None = None,
 ) -> Ranking:
     """The k patterns with the largest (or smallest) alpha for each query and group; fewer where there are fewer.
@@ -50,8 +50,8 @@ def top_k(
     options = options or Options()
     explain = explain or Explain(queries.shape[1] * queries.itemsize, log.rows)
     asked = np.concatenate([queries, -queries]) if magnitude else queries if largest else -queries
-    score = score.twice() if score is not None and magnitude else score
-    best = Best(asked, k, options, floor, paired=magnitude, score=score)
+    score = None if score is None else score.ranked(largest=largest, magnitude=magnitude)
+    best = _best(asked, k, options, floor, magnitude, score)
     searched = False
     if sketches and score is None:
         if sum(len(sketch.row) for sketch in sketches) < log.rows:
@@ -60,10 +60,26 @@ def top_k(
         if not searched:
             explain.count("searches given up", 1)
     if not searched:
-        best = Best(asked, k, options, floor, paired=magnitude, score=score)
-        _scan(best, log, select, options, explain, score)
+        best = _best(asked, k, options, floor, magnitude, score)
+        if isinstance(score, Traced):
+            _scan_traced(best, log, select, options, explain, score)
+        else:
+            _scan(best, log, select, options, explain, score)
     found = best.ranking(1.0 if largest else -1.0)
     return _folded(log, found, k, len(queries)) if magnitude else found
+
+
+def _best(
+    asked: Float[ndarray, "m d"], k: int, options: Options, floor: float | None, paired: bool, score: Score | Traced | None
+) -> Best:
+    return Best(asked, k, options, floor, paired=paired, score=score if isinstance(score, Score) else None)
+
+
+def _scan_traced(best: Best, log: Log, select: Select, options: Options, explain: Explain, score: Traced) -> None:
+    block_rows = block_rows_of(options.budget_bytes, 64 * len(score.columns), 1)
+    with explain.phase("scan"):
+        for piece in pieces(log, select, block_rows):
+            best.offer_traced(piece, score.all_of(piece))
 
 
 def _folded(log: Log, both: Ranking, k: int, queries: int) -> Ranking:

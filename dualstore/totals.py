@@ -16,11 +16,10 @@ from dualstore.result import Result
 from dualstore.rows import Labelling, Select, Selector
 from dualstore.scan import RUN_ROWS, pieces
 from dualstore.schema import Layer
-from dualstore.scores import Score
-from dualstore.scoring import check_step, explained, find_score
+from dualstore.scores import Score, Traced
+from dualstore.scoring import check_step, explained, find_score, own_values
 from dualstore.shapes import Bool, Float64
 from dualstore.sums import Cells, Rest, read_cells
-from dualstore.weights import coefficients_of
 
 if TYPE_CHECKING:
     from dualstore.store import Store
@@ -39,7 +38,7 @@ def attention(
     query: ndarray,
     select: Select,
     explain: Explain | None = None,
-    score: Score | None = None,
+    score: Score | Traced | None = None,
 ) -> Iterator[pa.Table]:
     """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log.
 
@@ -54,10 +53,7 @@ def attention(
         alpha = alphas.of(piece)
         rows = rows.append_column("alpha", pa.array(alpha))
         if score is not None:
-            everything = slice(None)
-            values = score.values(piece.steps(everything), piece.selected_errors(everything), np.zeros(len(alpha), np.int64))
-            with np.errstate(over="ignore", invalid="ignore"):
-                rows = rows.append_column(score.name, pa.array(alpha * values + 0.0))
+            rows = rows.append_column(score.name, pa.array(score.of(piece, alpha)))
         yield rows
     if explain is not None:
         explain.rows_read += alphas.keys_read
@@ -140,16 +136,12 @@ def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | 
     explain = Explain(0, 0)
     with explain.phase("scan"):
         for layer in layers:
-            c = coefficients_of(store, layer, "weight", until)
+            own = own_values(store, layer, until)
             select = Selector(store.labelling, where, None, until)
             block_rows = max(64, store.options.budget_bytes // 8 // (16 * (layer.d_in + layer.d_out)))
             for piece in pieces(store.patterns(layer), select, block_rows, errors=True):
-                everything = slice(None)
-                x, e = piece.selected_keys(everything).astype(np.float64), piece.selected_errors(everything).astype(np.float64)
-                with np.errstate(over="ignore", invalid="ignore"):
-                    own = c.at(piece.steps(everything)) * np.vecdot(x, x) * np.vecdot(e, e)
                 rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
-                sums.add(rows.append_column("own", pa.array(own)))
+                sums.add(rows.append_column("own", pa.array(own(piece))))
     with explain.phase("group"):
         table = sums.result("")
         order = np.lexsort((table.column("sample_id").to_numpy(), -np.abs(table.column("total").to_numpy())))[:top]

@@ -3,10 +3,12 @@
 W_T = a W_0 + q b_0 + sum_t c_t e_t x_t^T       b_T the same with x = 1
 """
 
+import math
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from dualstore.adaptive import ADAPTIVE, Stretch, walk
 from dualstore.coefficients import Coefficients, sgd_coefficients
 from dualstore.errors import DamagedError, InexactError, StoreError
 from dualstore.schema import Layer
@@ -23,7 +26,19 @@ from dualstore.writer import write_whole
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["Affine", "Dual", "coefficients_of", "initial_of", "read_weights", "rebuild", "save_weights", "trained"]
+__all__ = [
+    "Affine",
+    "Dual",
+    "coefficients_of",
+    "initial_of",
+    "read_weights",
+    "rebuild",
+    "rebuild_bias",
+    "replayed",
+    "save_weights",
+    "temporary",
+    "trained",
+]
 
 _BLOCK_ROWS = 4096
 
@@ -72,6 +87,8 @@ def rebuild(
     Memory: two matrices of the weights' size in float64 and one block of rows. Raises InexactError where the
     optimiser's coefficients are not known.
     """
+    if replayed(store):
+        return _replay(store, layer, queries, until, np.arange(layer.d_out) if outputs is None else outputs)
     parts = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
     start = Affine(*(initial_of(store, layer, kind, found) for kind, found in parts.items()))
     chosen = slice(None) if outputs is None else outputs
@@ -87,17 +104,57 @@ def rebuild(
     return Dual(start, change, attended)
 
 
+def replayed(store: "Store") -> bool:
+    """Whether a step's factor is a matrix, which is to be replayed (`adaptive`), instead of a coefficient.
+
+    Raises InexactError where neither is known.
+    """
+    if not store.info_file.exact:
+        known = ", ".join(("SGD", *ADAPTIVE))
+        raise InexactError(
+            f"{store.path}: values need the optimiser's factors: known for {known} of torch, not for {store.info_file.optimizer}; "
+            "attention (query, totals, votes) is exact all the same"
+        )
+    return store.info_file.optimizer in ADAPTIVE
+
+
+def _replay(
+    store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], until: int | None, outputs: Int64[ndarray, " o"]
+) -> Dual:
+    """See `rebuild`."""
+    weight, bias = (_replay_one(store, layer, kind, until, outputs) for kind in ("weight", "bias"))
+    start, change = (Affine(w, b[:, 0]) for w, b in zip(weight, bias, strict=True))
+    return Dual(start, change, queries @ change.weight.T)
+
+
+def _replay_one(
+    store: "Store", layer: Layer, kind: str, until: int | None, outputs: Int64[ndarray, " o"]
+) -> tuple[ndarray, ndarray]:
+    """What is left of the initial state of a parameter, and its change by all patterns."""
+    width = layer.d_in if kind == "weight" else 1
+    initial, change, done = np.zeros((len(outputs), width)), np.zeros((len(outputs), width)), 0
+    for part in walk(store, layer, kind, until, outputs):
+        if isinstance(part, Stretch):
+            change[done : done + len(part.outputs)] += part.factor * (part.e.T @ part.x)
+        else:
+            initial[done : done + len(part)] = part
+            done += len(part)
+    return initial, change
+
+
+def rebuild_bias(store: "Store", layer: Layer, until: int | None) -> Float64[ndarray, " o"]:
+    """The bias after step `until`, where the optimiser is `replayed`."""
+    initial, change = _replay_one(store, layer, "bias", until, np.arange(layer.d_out))
+    found: ndarray = (initial + change)[:, 0]
+    return found
+
+
 def coefficients_of(store: "Store", layer: Layer, kind: str, until: int | None = None) -> Coefficients:
     """Coefficients of the layer's "weight" or "bias" after step `until`, by default the last.
 
-    Raises InexactError where the optimiser's are not known.
+    Raises InexactError where they are not known. Not of an optimiser that is `replayed`.
     """
-    if not store.info_file.exact:
-        raise InexactError(
-            f"{store.path}: values need the optimiser's coefficients: known for torch.optim.SGD, "
-            f"not for {store.info_file.optimizer}; "
-            "attention (query, totals, votes) is exact all the same"
-        )
+    assert not replayed(store)
     buffered = f"{layer.name}.{kind}.momentum_buffer" in store.tensors("initial")
     group = layer.weight_group if kind == "weight" else layer.bias_group
     return sgd_coefficients(store.steps, layer, group, buffered=buffered, until=until)
@@ -133,6 +190,14 @@ def save_weights(path: Path, tensors: dict[str, NDArray[np.generic]]) -> None:
         write_whole(path, save(tensors))
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error.strerror}; choose another place") from error
+
+
+def temporary(shape: tuple[int, ...], dtype: Any = np.float64) -> ndarray:
+    """Zeros in a file that goes when the array goes."""
+    if not math.prod(shape):
+        return np.zeros(shape, dtype)
+    with tempfile.TemporaryFile(prefix="dualstore-") as file:
+        return np.memmap(file, dtype, "w+", shape=shape)
 
 
 def trained(store: "Store", layer: Layer, name: str = "final") -> Affine:

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "errors", "shapes", "schema", "thrift", "spool", "part", "log", "steps", "coefficients", "writer", "index", "database",
     "kernels", "rows", "sums", "scan", "scores", "repeats", "sketch", "explain", "best", "search", "topk", "result", "probes",
-    "weights", "scoring", "ranking", "totals", "votes", "relations", "gains", "verify", "summary", "store", "capture", "datasets",
-    "training",
+    "adaptive", "weights", "scoring", "ranking", "totals", "votes", "relations", "gains", "verify", "summary", "store",
+    "capture", "datasets", "training",
 )  # fmt: skip
 CAPTURE = ("background", "gradients", "layers", "names", "payload", "recorder")
 ONLY_IN = {"duckdb": {"database"}, "torch": {"capture", "training"}, "rich": set(), "click": set(), "polars": {"result"}}

@@ -770,9 +770,9 @@ def test_layers_that_are_not_plain_linear_are_not_recorded(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "make",
     [
-        lambda m: torch.optim.Adam(m.parameters()),
-        lambda m: torch.optim.AdamW(m.parameters()),
-        lambda m: torch.optim.RMSprop(m.parameters()),
+        lambda m: torch.optim.NAdam(m.parameters()),
+        lambda m: torch.optim.Adamax(m.parameters()),
+        lambda m: torch.optim.Rprop(m.parameters()),
     ],
 )
 def test_attention_works_under_other_optimisers_and_values_are_refused(
@@ -790,7 +790,7 @@ def test_attention_works_under_other_optimisers_and_values_are_refused(
     assert sum(row["count"] for row in store.totals(test_id=100, layer=1, by="label")) == 32
     found = store.verify()
     assert not found.ok
-    assert all("values need the optimiser's coefficients" in problem and name in problem for problem in found.problems)
+    assert all("values need the optimiser's factors" in problem and name in problem for problem in found.problems)
     assert [(check.rows, check.weight_residual) for check in found.layers] == [(32, None)] * 3
     with pytest.raises(InexactError, match=f"not for {name}"):
         dualstore.weights.rebuild(store, store.layers[0], np.zeros((0, 4)))

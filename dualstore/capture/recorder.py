@@ -30,6 +30,7 @@ from dualstore.writer import SAMPLES_SCHEMA, StoreWriter
 __all__ = ["Recorder", "record"]
 
 QUEUE_BYTES = 64 << 20
+_EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
 _Vectors = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
@@ -131,7 +132,7 @@ class Recorder:
             layers=found.layers,
             dtype=dtype,
             optimizer=type(optimizer).__name__,
-            exact=type(optimizer) is torch.optim.SGD,
+            exact=type(optimizer) in _EXACT,
             unrecorded=found.unrecorded,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             maker=maker,
@@ -475,7 +476,7 @@ class Recorder:
         return [module.weight] if layer.bias_group < 0 else [module.weight, module.bias]
 
     def _tensors(self, *, with_buffers: bool) -> dict[str, NDArray[Any]]:
-        """Weights and biases of the recorded layers by name, and the momentum buffers that exist already."""
+        """Weights and biases of the recorded layers by name, and the optimiser's state of them where there is one already."""
         tensors = {}
         for layer in self._found.layers:
             module = self._found.modules[layer.number][0]
@@ -483,9 +484,9 @@ class Recorder:
                 if parameter is None:
                     continue
                 tensors[f"{layer.name}.{kind}"] = _array(parameter)
-                buffer = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
-                if with_buffers and buffer is not None:
-                    tensors[f"{layer.name}.{kind}.momentum_buffer"] = _array(buffer)
+                for name, value in self._optimizer.state.get(parameter, {}).items() if with_buffers else ():
+                    if isinstance(value, torch.Tensor | int | float):
+                        tensors[f"{layer.name}.{kind}.{name}"] = _array(torch.as_tensor(value))
         return tensors
 
 
