@@ -736,11 +736,77 @@ def test_what_else_uses_a_recorded_weight_is_named(tmp_path: Path) -> None:
     optimizer = sgd(model)
     with pytest.warns(DualstoreWarning, match=r"not recorded: embed\.weight"):
         recorder = dualstore.record(model, optimizer, tmp_path / "store", dtype="float64")
-    with recorder:
+    with recorder, pytest.warns(DualstoreWarning, match="'head': .* % of its gradient at step 0 does not come from recorded rows"):
         train(recorder, model, optimizer, x=torch.arange(16) % 5)
     store = dualstore.open(tmp_path / "store")
     assert store.info()["unrecorded"] == ["embed.weight"]
     assert not store.verify().ok
+
+
+def penalised(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weight = model[2].weight  # type: ignore[index]
+    return cross_entropy(model, x, y) + 0.1 * weight.square().sum()
+
+
+def used_twice(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model, x, y) + (x[:, :1] @ model[2].weight[:1]).mean()  # type: ignore[index]
+
+
+def hooked(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    weight = model[2].weight  # type: ignore[index]
+    if not weight._backward_hooks:
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return cross_entropy(model, x, y)
+
+
+@pytest.mark.parametrize("loss", [penalised, used_twice, hooked])
+@pytest.mark.parametrize("queue_bytes", [0, 1 << 20], ids=["inline", "queue"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_gradient_that_recorded_rows_do_not_explain_is_found(
+    tmp_path: Path, loss: Loss, queue_bytes: int, dtype: torch.dtype
+) -> None:
+    model = mlp().to(dtype)
+    kind = str(dtype).removeprefix("torch.")
+    optimizer = sgd(model)
+    recorder = dualstore.record(model, optimizer, tmp_path / "store", dtype=kind, queue_bytes=queue_bytes)
+    match = (
+        r"layer '2': [0-9.e+]+ % of its gradient at step 0 does not come from recorded rows: a penalty on the weight in the loss"
+    )
+    with pytest.warns(DualstoreWarning, match=match) as found, recorder:
+        train(recorder, model, optimizer, x=X.to(dtype), loss=loss)
+    assert len(found) == 1
+    store = dualstore.open(tmp_path / "store")
+    assert len(store.info()["problems"]) == 1
+    assert not store.verify().ok
+    with dualstore.record(model, optimizer, tmp_path / "unaudited", dtype=kind, audit_every=0) as recorder:
+        train(recorder, model, optimizer, x=X.to(dtype), loss=loss)
+    assert dualstore.open(tmp_path / "unaudited").info()["problems"] == []
+
+
+def test_a_weight_that_is_changed_by_hand_is_found(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", audit_every=1) as recorder:
+        train(recorder, model, optimizer)
+        with torch.no_grad():
+            model[2].weight.mul_(0.9)
+        model.train()
+        with pytest.warns(DualstoreWarning, match="layer '2': its weight was changed between steps other than by the optimiser"):
+            train(recorder, model, optimizer)
+    assert not dualstore.open(tmp_path / "store").verify().ok
+
+
+def test_a_gradient_clipped_by_value_is_no_finding_of_the_rows(tmp_path: Path) -> None:
+    """Rows explain what autograd accumulated; that it was changed after is seen for itself."""
+    model = mlp()
+    optimizer = sgd(model)
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", audit_every=1) as recorder:
+        with recorder.batch(range(16)):
+            model(X).square().mean().backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        with pytest.warns(DualstoreWarning, match="gradients of parameter group 0 were changed before the step") as found:
+            optimizer.step()
+    assert len(found) == 1
 
 
 def test_a_parameter_outside_the_model_is_mentioned(tmp_path: Path) -> None:

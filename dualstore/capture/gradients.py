@@ -14,12 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Change", "GradientWatch", "common_factor", "lost"]
+__all__ = ["Audit", "Change", "GradientWatch", "common_factor", "lost", "sample_of"]
 
 _ROWS, _COLUMNS = 16, 32
 """Block of a weight's gradient that is compared; scattered elements would cost a cache miss each."""
 _SEEN = (torch.float32, torch.float64)
 """Types of which numpy can see the memory."""
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-9}
+"""What rounding may leave of a gradient, relative to the sum of its products' sizes; half precision leaves more."""
 _EDITED = 1e-2
 """A remainder above this share of the gradient is an edit, not the rounding of half precision."""
 
@@ -73,6 +75,36 @@ def _wide(sample: Sample) -> NDArray[Any]:
     return plain.astype(np.float64, copy=False)
 
 
+class Audit:
+    """What the rows of a layer add up to in one step, at the elements of the weight's gradient that are watched."""
+
+    def __init__(self) -> None:
+        self._total: NDArray[Any] | float = 0.0
+        self._size: NDArray[Any] | float = 0.0
+        self._rounding = 0.0
+
+    def add(self, x: NDArray[Any], e: NDArray[Any], dtype: torch.dtype) -> None:
+        """Adds some rows, whose inputs the layer multiplied in `dtype`."""
+        rows, columns = _block(e.shape[1], x.shape[1])
+        errors, keys = e[:, rows].T.astype(np.float64), x[:, columns].astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._total = self._total + errors @ keys
+            self._size = self._size + np.abs(errors) @ np.abs(keys)
+        self._rounding = max(self._rounding, _ROUNDING.get(dtype, 3e-2))
+
+    def left(self, change: Change) -> float:
+        """The share of the gradient that the rows do not explain; 0 where that may be rounding or cannot be told."""
+        if change.before is None or not isinstance(self._total, np.ndarray) or not isinstance(self._size, np.ndarray):
+            return 0.0
+        found = _wide(change.before)
+        if found.size != self._total.size:
+            return 0.0
+        missing = float(np.linalg.norm(found - self._total.reshape(-1)))
+        size = float(np.linalg.norm(found))
+        # NaN is no finding: what is not finite is noticed elsewhere.
+        return missing / size if size > 0 and missing > self._rounding * float(np.linalg.norm(self._size)) else 0.0
+
+
 class GradientWatch:
     """Watches the gradients of some parameters from backward to step."""
 
@@ -92,7 +124,7 @@ class GradientWatch:
         before = self._before.get(id(parameter))
         if parameter.grad is None:
             return Change(before, None)
-        return Change(before, _sample(parameter.grad, whole=before is not None and len(before) == parameter.numel()))
+        return Change(before, sample_of(parameter.grad, whole=before is not None and len(before) == parameter.numel()))
 
     def begins(self, parameter: torch.Tensor) -> bool:
         """Whether an error that arrives now belongs to another backward pass than the gradient that is there.
@@ -112,13 +144,13 @@ class GradientWatch:
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._asked.discard(id(parameter))
         if parameter.grad is not None:
-            before = _sample(parameter.grad)
+            before = sample_of(parameter.grad)
             # Sparse inputs may leave the block without a gradient; then all of it is compared.
-            self._before[id(parameter)] = before if before.any() else _sample(parameter.grad, whole=True)
+            self._before[id(parameter)] = before if before.any() else sample_of(parameter.grad, whole=True)
 
 
-def _sample(gradient: torch.Tensor, *, whole: bool = False) -> Sample:
-    """A copy of a bias's gradient, or of a block of rows in the middle of a weight's."""
+def sample_of(gradient: torch.Tensor, *, whole: bool = False) -> Sample:
+    """A copy of a bias's gradient, or of a block of rows in the middle of a weight's; or of the parameter itself."""
     seen: Any = gradient.detach() if gradient.requires_grad else gradient
     if gradient.dtype in _SEEN and gradient.is_cpu:
         seen = seen.numpy()

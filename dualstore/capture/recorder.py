@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dualstore.capture.background import Background, Inline
-from dualstore.capture.gradients import Change, GradientWatch, common_factor, lost
+from dualstore.capture.gradients import Audit, Change, GradientWatch, common_factor, lost, sample_of
 from dualstore.capture.layers import Found, find_layers
 from dualstore.capture.names import Claim, EpochCounter, Names, TaskCodes, labels_of
 from dualstore.capture.payload import encode_payloads
@@ -76,6 +76,7 @@ def record(
     queue_bytes: int | None = None,
     flush_s: float = 60.0,
     index: bool = True,
+    audit_every: int = 50,
     maker: str = "",
 ) -> "Recorder":
     """Starts recording the training of `model` by `optimizer` into a new store at `path`.
@@ -90,11 +91,24 @@ def record(
             on the CPU, whose cores are busy anyway (bench/recording_overhead.py).
         flush_s: a crash loses at most the steps of this many seconds (or of 256 MiB a layer, whichever is less).
         index: whether to build the index when the recording is closed: one more pass over the keys (`Store.build_index`).
+        audit_every: at every so many steps, some elements of each layer's gradient are compared with what the recorded rows add
+            up to, and the weights with what the optimiser left; what differs makes values inexact: it is warned about once and
+            noted in the store. 0 for never.
         maker: noted in store.json as what wrote the store.
 
     Raises RecordError where `path` is not empty, nothing is to be recorded, or an argument is wrong.
     """
-    return Recorder(model, optimizer, Path(path), dtype=dtype, queue_bytes=queue_bytes, flush_s=flush_s, index=index, maker=maker)
+    return Recorder(
+        model,
+        optimizer,
+        Path(path),
+        dtype=dtype,
+        queue_bytes=queue_bytes,
+        flush_s=flush_s,
+        index=index,
+        audit_every=audit_every,
+        maker=maker,
+    )
 
 
 class Recorder:
@@ -110,6 +124,7 @@ class Recorder:
         queue_bytes: int | None,
         flush_s: float,
         index: bool,
+        audit_every: int,
         maker: str,
     ) -> None:
         if dtype not in ("float32", "float64"):
@@ -117,6 +132,7 @@ class Recorder:
         for name, value, kinds in (
             ("flush_s", flush_s, (int, float)),
             ("queue_bytes", queue_bytes or 0, int),
+            ("audit_every", audit_every, int),
             ("maker", maker, str),
         ):
             if not isinstance(value, kinds) or value != value:
@@ -149,7 +165,13 @@ class Recorder:
         self._batches: dict[int, list[Batch]] = {layer.number: [] for layer in found.layers}
         """The batches that each layer has rows of in the step under way; used where rows are written."""
         self._taken: _Taken | None = None
+        self._audit_every = audit_every
+        self._audits: dict[int, Audit] = {}
+        """Of the layers in the step under way, where it is one to be audited; used where rows are written."""
+        self._left_by_step: dict[int, Any] = {}
+        """Some elements of each weight as the optimiser left them at the last audited step."""
         self._problems: list[str] = []
+        self._noted: set[Any] = set()
         self._notices: deque[str] = deque()
         self._nonfinite_seen = False
         self._closed = False
@@ -294,7 +316,13 @@ class Recorder:
         watched = self._watched[layer.number]
         changes = [self._watch.change(parameter) for parameter in watched] if self._watch.begins(watched[0]) else None
         self._step_begun = True
-        self._put(partial(self._write, call, error.detach(), error._version, changes), _nbytes(call.x) + _nbytes(error))
+        job = partial(self._write, call, error.detach(), error._version, changes, self._audited)
+        self._put(job, _nbytes(call.x) + _nbytes(error))
+
+    @property
+    def _audited(self) -> bool:
+        """Whether the step under way is one to be audited."""
+        return self._audit_every > 0 and self.steps % self._audit_every == 0
 
     def _model_called(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._probe is not None:
@@ -314,6 +342,15 @@ class Recorder:
         return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
 
     def _look(self, optimizer: torch.optim.Optimizer) -> _Taken:
+        for number, left in self._left_by_step.items():
+            now = sample_of(self._weights[number])
+            same = torch.equal(now, left) if isinstance(now, torch.Tensor) else np.array_equal(now, left, equal_nan=True)
+            if not same:
+                self._problem(
+                    f"layer {self._found.layers[number].name!r}: its weight was changed between steps other than by the optimiser; "
+                    "its values will not be exact"
+                )
+        self._left_by_step.clear()
         taken = _Taken(
             groups=[_settings(optimizer, group) for group in optimizer.param_groups],
             changes=[[self._watch.change(parameter) for parameter in some] for some in self._watched],
@@ -332,12 +369,14 @@ class Recorder:
             for layer in self._found.layers:
                 self._put(partial(self._drop, layer), 0)
             return
+        if self._audited:
+            self._left_by_step = {number: sample_of(weight) for number, weight in self._weights.items()}
         self._put(partial(self._end_step, self.steps, taken), 0)
         self.steps += 1
 
     # Writing, on the background thread if there is one
 
-    def _write(self, call: _Call, error: torch.Tensor, version: int, changes: list[Change] | None) -> None:
+    def _write(self, call: _Call, error: torch.Tensor, version: int, changes: list[Change] | None, audited: bool) -> None:
         """Adds the patterns of one call. `changes` tell, for rows of an earlier backward pass, whether they still count."""
         for tensor, was, what in ((call.x, call.version, "input"), (error, version, "error")):
             if tensor._version != was:
@@ -346,13 +385,17 @@ class Recorder:
                 )
         if changes is not None and lost(changes):
             self._drop(call.layer)
-        self._writer.add_patterns(call.layer, call.claim.columns(), _vectors(call.x, self._dtype), _vectors(error, self._dtype))
+        x, e = _vectors(call.x, self._dtype), _vectors(error, self._dtype)
+        if audited:
+            self._audits.setdefault(call.layer.number, Audit()).add(x, e, error.dtype)
+        self._writer.add_patterns(call.layer, call.claim.columns(), x, e)
         self._batches[call.layer.number].append(call.batch)
 
     def _drop(self, layer: Layer) -> None:
         """Forgets rows whose gradients were thrown away without a step: their errors never reached the weights."""
         self._writer.drop_patterns(layer)
         self._batches[layer.number].clear()
+        self._audits.pop(layer.number, None)
 
     def _end_step(self, step: int, taken: _Taken) -> None:
         for layer, changes in zip(self._found.layers, taken.changes, strict=True):
@@ -362,6 +405,16 @@ class Recorder:
                 self._problem(
                     f"layer {layer.name!r} has a gradient but its forward pass was not seen; its values will not be exact"
                 )
+        for number, audit in self._audits.items():
+            left = audit.left(taken.changes[number][0])
+            if left > 0:
+                self._problem(
+                    f"layer {self._found.layers[number].name!r}: {100 * left:.3g} % of its gradient at step {step} does not come "
+                    "from recorded rows: a penalty on the weight in the loss, a hook that changes gradients, or the weight is "
+                    "used outside the layer's forward pass; its values will not be exact",
+                    once=number,
+                )
+        self._audits.clear()
         batches = list({id(batch): batch for some in self._batches.values() for batch in some}.values())
         for some in self._batches.values():
             some.clear()
@@ -458,8 +511,11 @@ class Recorder:
         if self._closed:
             raise RecordError("the recorder is closed; its store is finished")
 
-    def _problem(self, text: str) -> None:
-        if text not in self._problems:
+    def _problem(self, text: str, once: Any = None) -> None:
+        """Notes a problem, one for each `once`, by default one for each text."""
+        key = text if once is None else once
+        if key not in self._noted:
+            self._noted.add(key)
             self._problems.append(text)
             self._notices.append(text)
 
