@@ -1312,7 +1312,7 @@ def test_a_task_that_is_no_name_is_refused(tmp_path: Path, task: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("argument", ["flush_s='a'", "flush_s=None", "queue_bytes='a'", "maker=b'x'"])
+@pytest.mark.parametrize("argument", ["flush_s='a'", "flush_s=None", "queue_bytes='a'", "maker=b'x'", "audit_every='a'"])
 def test_arguments_of_other_types_are_refused_before_anything_is_made(tmp_path: Path, argument: str) -> None:
     """In a process of its own, where no test tool looks at types first."""
     code = f"""

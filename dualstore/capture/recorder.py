@@ -137,6 +137,8 @@ class Recorder:
         ):
             if not isinstance(value, kinds) or value != value:
                 raise RecordError(f"{name}: expected a {'text' if kinds is str else 'number'}, found {value!r}")
+        if audit_every < 0:
+            raise RecordError(f"audit_every: expected 0 or more steps, found {audit_every}")
         found = find_layers(model, optimizer)
         if not found.layers:
             raise RecordError("record: expected a model with at least one nn.Linear that the optimiser trains, found none")
