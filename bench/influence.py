@@ -26,9 +26,9 @@ Weights = dict[str, torch.Tensor]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=150, help="training samples that are left out, one after the other")
+    parser.add_argument("--samples", type=int, default=200, help="training samples that are left out, one after the other")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print(machine(), f"torch {torch.__version__}")

@@ -12,6 +12,7 @@ from .options import (
     layer_of,
     open_from,
     output_option,
+    pool_option,
     query_options,
     query_vector,
     score_of,
@@ -39,12 +40,13 @@ _SAME_AS_TOP = 0
 @where_option
 @click.option("--per", help="SQL expression: the best of each of its values, e.g. label.")
 @score_options
+@pool_option
 @explain_option
 @budget_options
 @output_option
 def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, top: int,
           bottom: int | None, absolute: bool, min_alpha: float | None, where: str | None, per: str | None, score: str,
-          output_of: str | None, at_step: int | None, explain: bool, memory_mb: int, threads: int,
+          output_of: str | None, at_step: int | None, pool: str | None, explain: bool, memory_mb: int, threads: int,
           output: str) -> None:  # fmt: skip
     """The training patterns with the largest alpha, whose key is most like the query; or with the largest --score.
 
@@ -53,7 +55,7 @@ def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: st
     result = open_from(store, memory_mb, threads).query(
         layer=layer_of(layer), position=position, top=bottom or top, bottom=bottom is not None, absolute=absolute,
         min_alpha=min_alpha, where=where, per=per,
-        **score_of(score, output_of, at_step), **query_vector(test_ids, vector),
+        pool=pool, **score_of(score, output_of, at_step), **query_vector(test_ids, vector),
     )  # fmt: skip
     print_result(result, output)
     if explain:
@@ -70,16 +72,20 @@ def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: st
 @click.option("--paper", is_flag=True, help="The paper's rule: |alpha| at the first layer, alpha at the others.")
 @where_option
 @score_options
+@pool_option
 @explain_option
 @budget_options
 @output_option
 def totals(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, by: str,
            absolute: bool, paper: bool, where: str | None, score: str, output_of: str | None, at_step: int | None,
-           explain: bool, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
-    """Sums of alpha, or of another --score, over groups of training patterns, largest first."""
+           pool: str | None, explain: bool, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+    """Sums of alpha, or of another --score, over groups of training patterns, largest first.
+
+    With --score influence, --layer all sums over the layers.
+    """
     result = open_from(store, memory_mb, threads).totals(
-        layer=layer_of(layer), position=position, by=by, absolute=absolute, paper=paper, where=where,
-        **score_of(score, output_of, at_step), **query_vector(test_ids, vector),
+        layer=None if layer == "all" else layer_of(layer), position=position, by=by, absolute=absolute, paper=paper, where=where,
+        pool=pool, **score_of(score, output_of, at_step), **query_vector(test_ids, vector),
     )  # fmt: skip
     print_result(result, output)
     if explain:

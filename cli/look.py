@@ -27,14 +27,15 @@ def info(store: Path, output: str) -> None:
 @click.option(
     "--probes", type=click.IntRange(min=0), default=8, show_default=True, help="How many recorded outputs to rebuild at each layer."
 )
+@click.option("--at-step", type=int, help="Check the memory as it was after this step against the probes recorded then.")
 @budget_options
 @output_option
-def verify(store: Path, probes: int, memory_mb: int, threads: int, output: str) -> None:
+def verify(store: Path, probes: int, at_step: int | None, memory_mb: int, threads: int, output: str) -> None:
     """Prove the store against the network: weights rebuilt from rows, outputs, row counts, checksums.
 
     Exit code 1 where it does not prove itself.
     """
-    found = open_from(store, memory_mb, threads).verify(probes=probes).to_dict()
+    found = open_from(store, memory_mb, threads).verify(probes=probes, at_step=at_step).to_dict()
     if not print_object(found, output):
         print_verification(found)
     sys.exit(0 if found["ok"] else 1)

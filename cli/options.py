@@ -20,6 +20,7 @@ __all__ = [
     "memory_option",
     "open_from",
     "output_option",
+    "pool_option",
     "query_options",
     "query_vector",
     "score_of",
@@ -91,6 +92,8 @@ score_options = _stack(
     click.option("--output", "output_of", help="With --score contribution: output number, predicted or label."),
     click.option("--at-step", type=int, help="The memory as it was after this step."),
 )  # fmt: skip
+
+pool_option = click.option("--pool", type=click.Choice(["mean", "sum"]), help="Of the scores for all queries, instead of each.")
 
 where_option = click.option("--where", help="SQL condition on step, epoch, sample_id, position, label, task.")
 

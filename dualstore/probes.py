@@ -32,6 +32,15 @@ class Queries:
     probes: "ProbeRows | None" = None
     """The recorded examples that are asked with, in their order; None for given vectors."""
 
+    def pooled(self, pool: str) -> "Queries":
+        """One query in place of all: their mean or sum. Raises QueryError for another word."""
+        if pool not in ("mean", "sum"):
+            raise QueryError(f"pool: expected mean or sum, found {pool!r}")
+        wide = self.vectors.astype(np.float64)
+        vector = wide.mean(axis=0) if pool == "mean" else wide.sum(axis=0)
+        title = f"{pool} over {self.title}"
+        return Queries(vector[None].astype(self.vectors.dtype), None, self.names[:1], title)
+
     def named(self, number: int) -> str:
         """How a note calls one of the queries: " of test 3"; nothing for a single vector."""
         if self.probes is not None:

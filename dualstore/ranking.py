@@ -46,6 +46,7 @@ def rank_patterns(
     output: Any,
     gradient: ArrayLike | None,
     at_step: Any,
+    pool: str | None,
 ) -> Result:
     """See `Store.query`."""
     if isinstance(top, bool) or not isinstance(top, int | np.integer) or top < 1:
@@ -54,7 +55,8 @@ def rank_patterns(
         raise QueryError("bottom: expected without absolute and min_alpha; ask sql for the relation `attention` instead")
     floor = None if min_alpha is None else _number(min_alpha)
     until = check_step(store, at_step)
-    valued = find_score(store, layer, queries, score, output, gradient, until)
+    valued = find_score(store, layer, queries, score, output, gradient, until, pool)
+    queries = queries if pool is None else queries.pooled(pool)
     if valued is not None and floor is not None:
         raise QueryError(f"min_alpha: expected with the score attention only, found {score}")
     select = Selector(store.labelling, where, per, until)

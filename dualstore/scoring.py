@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 from dualstore.adaptive import Stretch, walk
 from dualstore.errors import QueryError
 from dualstore.probes import Queries
-from dualstore.scan import Piece
+from dualstore.rows import Selection
+from dualstore.scan import Piece, pieces
 from dualstore.schema import Layer
 from dualstore.scores import SCORES, Score, Traced
 from dualstore.shapes import Float, Float64, Int64
@@ -27,9 +28,18 @@ _SHOWN_QUERIES = 5
 
 
 def find_score(
-    store: "Store", layer: Layer, queries: Queries, score: str, output: Any, gradient: ArrayLike | None, until: int | None
+    store: "Store",
+    layer: Layer,
+    queries: Queries,
+    score: str,
+    output: Any,
+    gradient: ArrayLike | None,
+    until: int | None,
+    pool: str | None = None,
 ) -> Score | Traced | None:
     """The score of a question, with the coefficients of the weights after step `until`; None for attention.
+
+    With `pool`, the mean or sum of the scores that a pattern has for the queries.
 
     Raises QueryError for a score or output that does not exist, InexactError where values are not exact, StoreError
     where the store lacks the weights that training started with.
@@ -43,6 +53,8 @@ def find_score(
         return None
     outputs = _outputs(store, layer, queries, output) if score == "contribution" else None
     gradients = _gradients(store, layer, queries, gradient) if score == "influence" else None
+    if pool is not None:
+        return _pooled(store, layer, queries, score, outputs, gradients, until, 1 / len(queries.vectors) if pool == "mean" else 1.0)
     if replayed(store):
         return _traced(store, layer, queries, score, outputs, gradients, until)
     return Score(score, coefficients_of(store, layer, "weight", until), outputs, gradients)
@@ -63,6 +75,8 @@ def explained(
 ) -> list[str]:
     """What the numbers of an answer mean; `shown` are the sums of the rows shown for each query, where rows are shown."""
     after = "" if until is None else f", weights as after step {until}"
+    if score.outputs is None and score.name == "contribution":
+        return [f"contribution, pooled: in units of the outputs, for W x; the bias is apart{after}"]
     if score.outputs is None:
         unit = "in units of the probe's loss, to first order, through this layer's weights alone"
         formula = "alpha * value, value = c (e . g)" if isinstance(score, Score) else "sum of C[j, i] e[j] g[j] x_t[i] x[i]"
@@ -132,6 +146,41 @@ def _traced(
                 for place in np.flatnonzero(part.outputs == outputs[query]):
                     rows[:, query] = part.e[:, place] * (part.x @ (part.factor[place] * vector))
     return Traced(name, scores, outputs, initial, np.arange(count), np.ones(count))
+
+
+def _pooled(
+    store: "Store",
+    layer: Layer,
+    queries: Queries,
+    name: str,
+    outputs: Int64[ndarray, " m"] | None,
+    gradients: Float[ndarray, "m o"] | None,
+    until: int | None,
+    share: float,
+) -> Traced:
+    """Scores of many queries together: with M = sum of x g^T over them, a pattern has c x_t^T M e_t. One pass over the rows."""
+    vectors = queries.vectors.astype(np.float64)
+    wanted = np.zeros((len(vectors), layer.d_out)) if gradients is None else gradients.astype(np.float64)
+    if outputs is not None:
+        wanted[np.arange(len(outputs)), outputs] = 1
+    slope = share * (wanted.T @ vectors)  # (o, i)
+    log = store.patterns(layer)
+    scores = temporary((log.rows, 1))
+    if replayed(store):
+        for part in walk(store, layer, "weight", until, np.arange(layer.d_out)):
+            if isinstance(part, Stretch):
+                rows = scores[part.first : part.first + len(part.x)]
+                rows[:, 0] += np.vecdot(part.x @ (part.factor * slope[part.outputs]).T, part.e)
+    else:
+        c = coefficients_of(store, layer, "weight", until)
+        block_rows = max(64, store.options.budget_bytes // 4 // (16 * (layer.d_in + layer.d_out)))
+        for piece in pieces(log, lambda mapping, groups: Selection(None, None), block_rows, errors=True):
+            everything = slice(None)
+            x, e = piece.selected_keys(everything).astype(np.float64), piece.selected_errors(everything).astype(np.float64)
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = c.at(piece.steps(everything)) * np.vecdot(x @ slope.T, e)
+            scores[piece.group.first + piece.local, 0] = found
+    return Traced(name, scores, None, np.zeros(1), np.arange(1), np.ones(1))
 
 
 def own_values(store: "Store", layer: Layer, until: int | None) -> Callable[[Piece], Float64[ndarray, " n"]]:

@@ -97,6 +97,7 @@ class Store:
         output: int | str | None = None,
         gradient: ArrayLike | None = None,
         at_step: int | None = None,
+        pool: str | None = None,
     ) -> Result:
         """The patterns with the largest alpha = x_t . x, of all that were recorded: exact, in order.
 
@@ -119,6 +120,7 @@ class Store:
             gradient: of an influence: g = dL/dy, (d_out,) or one for each query; by default the one recorded for the test
                 example by `probe(..., loss=...)`.
             at_step: the memory as it was after this step: later patterns do not exist, c is that of then.
+            pool: "mean" or "sum" of what a pattern has for all queries together, say its influence on the mean loss of many.
 
         Returns:
             rank, alpha, step, epoch, sample_id, position, label, task; test_id or query before them when several were
@@ -144,13 +146,14 @@ class Store:
             output=output,
             gradient=gradient,
             at_step=at_step,
+            pool=pool,
         )
 
     def totals(
         self,
         x: ArrayLike | None = None,
         *,
-        layer: int | str,
+        layer: int | str | None,
         by: str | Sequence[str] = "label",
         test_id: int | Sequence[int] | None = None,
         position: int | None = None,
@@ -161,10 +164,12 @@ class Store:
         output: int | str | None = None,
         gradient: ArrayLike | None = None,
         at_step: int | None = None,
+        pool: str | None = None,
     ) -> Result:
         """Sums of alpha, or of another score, over groups of patterns, largest first.
 
         Args:
+            layer: number or name; None for the sum over all layers, of influence only.
             by: SQL expressions over the row columns, as one text or a list; "" for one total of everything.
             absolute: sum |alpha|, or the score's size, instead.
             paper: the rule of Irie et al. 2022: |alpha| at the first layer, alpha at the others.
@@ -172,16 +177,17 @@ class Store:
         Returns:
             The group columns, total (float64) and count. Other arguments and errors as in `query`.
         """
-        found = self.layer(layer)
-        queries = find_queries(self, found, x, test_id, position)
+        if layer is None and (score != "influence" or x is not None):
+            raise QueryError("layer: expected one; only the influence of recorded test examples can be summed over all of them")
+        layers = self.layers if layer is None else (self.layer(layer),)
+        asked = [(found, find_queries(self, found, x, test_id, position)) for found in layers]
         text = by if isinstance(by, str) else ", ".join(by)
-        magnitude = absolute or (paper and found.number == 0)
+        magnitude = absolute or (paper and layers[0].number == 0)
         if paper and score != "attention":
             raise QueryError(f"paper: expected with the score attention only, found {score!r}")
         return sum_groups(
             self,
-            found,
-            queries,
+            asked,
             by=text,
             where=where,
             absolute=magnitude,
@@ -189,6 +195,7 @@ class Store:
             output=output,
             gradient=gradient,
             at_step=at_step,
+            pool=pool,
         )
 
     def self_influence(
@@ -256,9 +263,9 @@ class Store:
         """What is stored: layers, counts, sizes, tasks, optimiser, and what makes values inexact."""
         return describe(self)
 
-    def verify(self, *, probes: int = 8) -> "Verification":
-        """Proves the store against the network: see `verify.verify_store`."""
-        return verify_store(self, probes=probes)
+    def verify(self, *, probes: int = 8, at_step: int | None = None) -> "Verification":
+        """Proves the store against the network: see `verify.verify_store`. Raises QueryError for a step outside the run."""
+        return verify_store(self, probes=probes, until=check_step(self, at_step))
 
     def layer(self, layer: int | str) -> Layer:
         """The layer with this number or name. Raises QueryError."""

@@ -62,8 +62,7 @@ def attention(
 
 def sum_groups(
     store: "Store",
-    layer: Layer,
-    queries: Queries,
+    asked: Sequence[tuple[Layer, Queries]],
     *,
     by: str,
     where: str | None,
@@ -72,10 +71,13 @@ def sum_groups(
     output: Any,
     gradient: ArrayLike | None,
     at_step: Any,
+    pool: str | None,
 ) -> Result:
-    """See `Store.totals`."""
+    """See `Store.totals`. Where several layers are asked, by influence, the sum over them."""
     until = check_step(store, at_step)
-    valued = find_score(store, layer, queries, score, output, gradient, until)
+    scores = [find_score(store, layer, queries, score, output, gradient, until, pool) for layer, queries in asked]
+    asked = asked if pool is None else [(layer, queries.pooled(pool)) for layer, queries in asked]
+    (layer, queries), valued = asked[0], scores[0]
     from dualstore.database import Database  # DuckDB is slow to start
 
     select = Selector(store.labelling, where, None, until)
@@ -95,7 +97,7 @@ def sum_groups(
     if by.strip():
         database.check_stable(by, f"expression {by!r}")
     sums.add(none)
-    explain = Explain(layer.d_in * queries.vectors.itemsize, store.patterns(layer).rows * len(queries.vectors))
+    explain = Explain(layer.d_in * queries.vectors.itemsize, store.patterns(layer).rows * len(queries.vectors) * len(asked))
     rest = Rest(select)
     if valued is None and (not absolute or _one_signed(queries.vectors)):
         wholes = Wholes(database, store.labelling, select.where, by)
@@ -110,16 +112,18 @@ def sum_groups(
                     each = rows.append_column("alpha", pa.array(alphas[taken, index]))
                     sums.add(_named(each, name, number), counts)
     with explain.phase("scan"):
-        for index, (vector, number) in enumerate(zip(queries.vectors, queries.names, strict=True)):
-            for rows in attention(store, layer, vector, rest, explain, None if valued is None else valued.one(index)):
-                sums.add(_named(rows, name, number))
+        for (layer, queries), valued in zip(asked, scores, strict=True):
+            for index, (vector, number) in enumerate(zip(queries.vectors, queries.names, strict=True)):
+                for rows in attention(store, layer, vector, rest, explain, None if valued is None else valued.one(index)):
+                    sums.add(_named(rows, name, number))
     with explain.phase("group"):
         table = sums.result(name)
     total = f"|{measure}|" if absolute else measure
     shown = f"sum of {total}" + (f" by {by}" if by else "") + (f" where {where}" if where else "")
     shown += "" if until is None else f", after step {until}"
     notes = [] if valued is None else explained(store, layer, queries, valued, None, until)
-    return Result(table, f"{shown}: {queries.title}", explain, notes)
+    titles = "; ".join(queries.title for _, queries in asked)
+    return Result(table, f"{shown}: {titles}", explain, notes)
 
 
 def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | None, at_step: Any) -> Result:

@@ -58,12 +58,13 @@ class Verification:
         return asdict(self)
 
 
-def verify_store(store: "Store", *, probes: int = 8) -> Verification:
+def verify_store(store: "Store", *, probes: int = 8, until: int | None = None) -> Verification:
     """Checks the whole store; reads every byte of it once or twice.
 
     For each layer: every step has as many rows as the optimiser's log says, in step order; the checksums of all pages;
     the trained weights against initial weights plus rows; recorded outputs of up to `probes` probes against W_0 x +
-    bias + sum of contributions. Problems found while recording are repeated.
+    bias + sum of contributions. Problems found while recording are repeated. With `until`, the memory as it was after that
+    step is checked against the probes recorded then; there are no trained weights of then to compare.
     """
     found = Verification()
     for problem in store.info_file.problems:
@@ -73,20 +74,20 @@ def verify_store(store: "Store", *, probes: int = 8) -> Verification:
     counts = store.steps.rows_per_step(len(store.layers))
     for index, layer in enumerate(store.layers):
         try:
-            _verify_layer(store, layer, counts[:, index], probes, found)
+            _verify_layer(store, layer, counts[:, index], probes, found, until)
         except DualstoreError as error:
             found.problem(str(error))
             found.layers.append(LayerCheck(layer.number, layer.name, 0, None, None))
     return found
 
 
-def _verify_layer(store: "Store", layer: Layer, expected: ndarray, probes: int, found: Verification) -> None:
+def _verify_layer(store: "Store", layer: Layer, expected: ndarray, probes: int, found: Verification, until: int | None) -> None:
     log = store.patterns(layer)
     found.rows += log.rows
     for problem in [*_count_problems(store, layer, log, expected), *_damage(log), *_damage(store.probes(layer))]:
         found.problem(problem)
     try:
-        weight, output = _residuals(store, layer, probes)
+        weight, output = _residuals(store, layer, probes, until)
     except DualstoreError as error:
         found.problem(str(error))
         weight, output = None, None
@@ -136,12 +137,13 @@ def _damage(log: Log) -> Iterator[str]:
             yield f"{part.path}: damaged: {str(error).splitlines()[0]}"
 
 
-def _residuals(store: "Store", layer: Layer, probes: int) -> tuple[float, float | None]:
+def _residuals(store: "Store", layer: Layer, probes: int, until: int | None) -> tuple[float | None, float | None]:
     """Weight and output residual. Raises DualstoreError where they cannot be had."""
-    x, y = _final_probes(store, layer, probes)
-    dual = rebuild(store, layer, x)
-    before, after = trained(store, layer, "initial"), trained(store, layer)
-    weight = _relative(after.joined - dual.rebuilt.joined, after.joined - before.joined)
+    x, y = _probes_after(store, layer, probes, store.last_step if until is None else until)
+    dual, weight = rebuild(store, layer, x, until), None
+    if until is None:
+        before, after = trained(store, layer, "initial"), trained(store, layer)
+        weight = _relative(after.joined - dual.rebuilt.joined, after.joined - before.joined)
     initial = Affine(dual.initial.weight, dual.initial.bias + dual.change.bias)
     outputs = x @ initial.weight.T + initial.bias + dual.outputs
     residuals = [_relative(a - b, b) for a, b in zip(outputs, y, strict=True)]
@@ -167,10 +169,10 @@ def _limits(store: "Store", layer: Layer) -> tuple[float, float]:
     return max(limit, float(2 * walk * size / change)) if change > 0 else limit, max(limit, float(2 * walk))
 
 
-def _final_probes(store: "Store", layer: Layer, probes: int) -> tuple[ndarray, ndarray]:
-    """X and y, float64, of probes that were recorded after the last step."""
+def _probes_after(store: "Store", layer: Layer, probes: int, step: int) -> tuple[ndarray, ndarray]:
+    """X and y, float64, of probes that were recorded after a step and before the next."""
     rows = ProbeRows.of(store.probes(layer))
-    rows = rows.select(rows.scalars("step") == store.last_step + 1)
+    rows = rows.select(rows.scalars("step") == step + 1)
     spread = np.unique(np.linspace(0, len(rows.row) - 1, min(probes, len(rows.row))).round().astype(np.int64))
     some = rows.select(spread)
     x, y = (some.vectors(name).astype(np.float64) for name in ("x", "y"))

@@ -193,6 +193,68 @@ def test_several_queries_have_outputs_and_gradients_of_their_own(run: Run) -> No
     np.testing.assert_allclose([row["total"] for row in given], [row["total"] for row in probed], rtol=1e-11)
 
 
+@pytest.mark.parametrize("pool", ["mean", "sum"])
+@pytest.mark.parametrize("score", ["attention", "contribution", "influence"])
+@pytest.mark.parametrize("step", [5, None])
+def test_a_pool_is_the_mean_or_sum_of_what_each_query_gets(run: Run, pool: str, score: str, step: int | None) -> None:
+    asked: dict[str, Any] = {"layer": 1, "score": score, "at_step": step}
+    if score == "contribution":
+        asked["output"] = "label"
+    name = "alpha" if score == "attention" else score
+    each = [{(r["step"], r["sample_id"]): r[name] for r in run.store.query(test_id=test, top=500, **asked)} for test in (0, 3, 5)]
+    share = 3 if pool == "mean" else 1
+    expected = {key: sum(found[key] for found in each) / share for key in each[0]}
+    found = run.store.query(test_id=[0, 3, 5], pool=pool, top=500, **asked).to_dicts()
+    assert {(row["step"], row["sample_id"]) for row in found} == set(expected)
+    for row in found:
+        assert row[name] == pytest.approx(expected[row["step"], row["sample_id"]], rel=1e-10, abs=1e-15)
+    assert [row[name] for row in found] == sorted((row[name] for row in found), reverse=True)
+    total = run.store.totals(test_id=[0, 3, 5], pool=pool, by="", **asked).to_dicts()
+    assert list(total[0]) == ["total", "count"]
+    assert total[0]["total"] == pytest.approx(sum(expected.values()), rel=1e-9, abs=1e-13)
+    assert total[0]["count"] == len(expected)
+
+
+def test_influence_can_be_summed_over_the_layers(run: Run) -> None:
+    each = [run.store.totals(test_id=[1, 2], layer=layer, by="label", score="influence").to_dicts() for layer in (0, 1)]
+    both = run.store.totals(test_id=[1, 2], layer=None, by="label", score="influence").to_dicts()
+    assert len(both) == len(each[0])
+    for row in both:
+        parts = [part for found in each for part in found if (part["test_id"], part["label"]) == (row["test_id"], row["label"])]
+        assert row["total"] == pytest.approx(sum(part["total"] for part in parts), rel=1e-11)
+        assert row["count"] == sum(part["count"] for part in parts)
+    for how in ({"test_id": 1}, {"x": np.ones(5), "score": "influence"}):
+        with pytest.raises(QueryError, match="layer: expected one; only the influence"):
+            run.store.totals(layer=None, **how)  # type: ignore[arg-type]
+
+
+def test_verify_as_of_a_step_checks_the_probes_of_then(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, OUT).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64") as recorder:
+        for step in range(6):
+            model.train()
+            with recorder.batch(range(40)):
+                model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                model.eval()
+                with recorder.probe(range(8)):
+                    model(TEST_X)
+    store = dualstore.open(tmp_path / "store")
+    for step, checked in ((3, True), (2, False), (None, False)):
+        found = store.verify(at_step=step)
+        assert found.ok, found.problems
+        residual = found.layers[0].output_residual
+        assert (residual is not None) == checked
+        assert residual is None or residual <= 1e-12
+        assert (found.layers[0].weight_residual is None) == (step is not None)
+    with pytest.raises(QueryError, match="at_step: expected a step of the run, 0 to 5; found 6"):
+        store.verify(at_step=6)
+
+
 @pytest.mark.parametrize("layer", [0, "2", None])
 @pytest.mark.parametrize("step", [3, None])
 def test_self_influence_is_that_of_each_pattern_on_its_own_loss(run: Run, layer: int | str | None, step: int | None) -> None:
@@ -236,6 +298,7 @@ def test_self_influence_is_that_of_each_pattern_on_its_own_loss(run: Run, layer:
         ({"at_step": STEPS}, f"at_step: expected a step of the run, 0 to {STEPS - 1}; found {STEPS}"),
         ({"at_step": -1}, "at_step: expected a step of the run"),
         ({"at_step": 1.5}, "at_step: expected a step of the run"),
+        ({"pool": "median"}, "pool: expected mean or sum, found 'median'"),
         ({"score": "influence", "min_alpha": 1}, "min_alpha: expected with the score attention only"),
     ],
 )
