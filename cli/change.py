@@ -6,6 +6,7 @@ from typing import Any
 import click
 import numpy as np
 
+from dualstore.coefficients import Average
 from dualstore.errors import QueryError
 
 from .options import budget_options, open_from, output_option, store_option, where_option
@@ -24,12 +25,16 @@ _MOST_FACTORS = 10_000
 @click.option("--with-initial", is_flag=True, help="The one gain's factor holds for the initial weights, too.")
 @where_option
 @click.option("--at-step", type=int, help="The weights as they were after this step.")
+@click.option("--average", metavar="ema:DECAY | swa:EVERY",
+              help="The mean of the weights along training instead: exponential, or of every so many steps.")  # fmt: skip
+@click.option("--from", "first", type=click.IntRange(min=0), default=0, show_default=True, help="First step of the --average.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the weights of all recorded layers, as safetensors.")
 @click.option("--evaluate", is_flag=True, help="Show the accuracy on the recorded probes.")
 @budget_options
 @output_option
 def reweigh(store: Path, given: tuple[str, ...], with_initial: bool, where: str | None, at_step: int | None,
-            out: Path | None, evaluate: bool, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+            average: str | None, first: int, out: Path | None, evaluate: bool, memory_mb: int, threads: int,
+            output: str) -> None:  # fmt: skip
     """The weights as if groups of memories had been masked (factor 0) or amplified, without training.
 
     Say what to do with them: --out, --evaluate or both.
@@ -46,6 +51,7 @@ def reweigh(store: Path, given: tuple[str, ...], with_initial: bool, where: str 
         raise click.UsageError("--out wants one factor for each --gain; several are for --evaluate alone")
     opened = open_from(store, memory_mb, threads)
     how: dict[str, Any] = {"where": where, "at_step": at_step, "with_initial": with_initial}
+    how["average"] = None if average is None else _average(average, first)
     if evaluate:
         print_result(opened.evaluate(gains, **how), output, percent=("accuracy",))
     if out is not None:
@@ -72,3 +78,15 @@ def _sweep(text: str, start: float, stop: float, step: float) -> list[float]:
     if not 0 <= count < _MOST_FACTORS:
         raise QueryError(f"gain {text!r}: expected a STEP that leads from START to STOP in at most {_MOST_FACTORS:,} steps")
     return [round(start + number * step, 12) for number in range(int(count + 1e-9) + 1)]
+
+
+def _average(text: str, first: int) -> Average:
+    kind, _, number = text.partition(":")
+    try:
+        if kind == "ema":
+            return Average(first, decay=float(number))
+        if kind == "swa":
+            return Average(first, int(number))
+    except ValueError:
+        pass
+    raise QueryError(f"average {text!r}: expected ema:DECAY or swa:EVERY, e.g. ema:0.999 or swa:100")

@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from dualstore.coefficients import Average
 from dualstore.errors import (
     DamagedError,
     DualstoreError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Average",
     "DamagedError",
     "DualstoreError",
     "DualstoreWarning",

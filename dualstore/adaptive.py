@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
+from dualstore.coefficients import When, entering
 from dualstore.errors import DamagedError
 from dualstore.log import Log
 from dualstore.schema import Layer
@@ -74,7 +75,7 @@ class _State:
 
 
 def walk(
-    store: "Store", layer: Layer, kind: str, until: int | None, outputs: Int64[ndarray, " o"]
+    store: "Store", layer: Layer, kind: str, until: When, outputs: Int64[ndarray, " o"]
 ) -> Iterator[Stretch | Float64[ndarray, "b i"]]:
     """For some outputs of a layer after another: the stretches of all steps up to `until`, the last first.
 
@@ -83,8 +84,7 @@ def walk(
     """
     group = layer.weight_group if kind == "weight" else layer.bias_group
     start = _start(store, layer, kind)
-    numbers = store.steps.numbers
-    taken = np.flatnonzero(~store.steps.idle(layer.number) & (True if until is None else numbers <= until))
+    taken, after, first_share = entering(store.steps.numbers, store.steps.idle(layer.number), until)
     if group < 0:
         yield start.weight[outputs]
         return
@@ -96,7 +96,7 @@ def walk(
     each = max(1, store.options.budget_bytes // 2 // state_bytes)
     for begin in range(0, len(outputs), each):
         some = outputs[begin : begin + each]
-        yield from _Replay(store.info_file.optimizer, settings, start.of(some), some).run(rows, taken, pace)
+        yield from _Replay(store.info_file.optimizer, settings, start.of(some), some).run(rows, taken, after, first_share, pace)
 
 
 @dataclass(frozen=True)
@@ -146,25 +146,27 @@ class _Replay:
         kept = {name: start.arrays.get(name, zeros).copy() if needed else None for name, needed in needs.items()}
         self._state = _State(start.step, start.weight.copy() if coupled else None, **kept)  # type: ignore[arg-type]
 
-    def run(self, rows: "_Rows", taken: Int64[ndarray, " s"], pace: int) -> Iterator[Stretch | ndarray]:
+    def run(
+        self, rows: "_Rows", taken: Int64[ndarray, " s"], after: Float64[ndarray, " s"], first_share: float, pace: int
+    ) -> Iterator[Stretch | ndarray]:
         """See `walk`."""
         kept = []
         for at, number in enumerate(taken.tolist()):
             if at % pace == 0:
                 kept.append(self._state.copy())
             self._forward(at, rows, number)
-        p, q = np.ones_like(self._start.weight), np.zeros_like(self._start.weight)
+        p, q = np.zeros_like(self._start.weight), np.zeros_like(self._start.weight)
         for begin in range((len(taken) - 1) // pace * pace, -1, -pace) if len(taken) else ():
             self._state = kept.pop()
             stretch = range(begin, min(begin + pace, len(taken)))
             first_step, divided = self._state.step, [self._forward(at, rows, int(taken[at])) for at in stretch]
             for at in reversed(stretch):
                 now = self._settings[at]
-                factor, p, q = self._back(p, q, divided.pop(), now, first_step + at - begin + 1)
+                factor, p, q = self._back(p + after[at], q, divided.pop(), now, first_step + at - begin + 1)
                 sign = -1.0 if now["maximize"] else 1.0
                 first, x, e = rows.read(int(taken[at]), self._outputs)
                 yield Stretch(first, self._outputs, x, e, float(now["clip"]) * sign * factor)
-        yield p * self._start.weight + q * self._start.arrays.get("moment", np.zeros_like(q))
+        yield (p + first_share) * self._start.weight + q * self._start.arrays.get("moment", np.zeros_like(q))
 
     def _forward(self, at: int, rows: "_Rows", number: int) -> ndarray:
         """Takes a step; returns its D_s."""

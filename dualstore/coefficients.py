@@ -19,10 +19,60 @@ import numpy as np
 from numpy import ndarray
 
 from dualstore.schema import Layer
-from dualstore.shapes import Float64, Int32
+from dualstore.shapes import Bool, Float64, Int32, Int64
 from dualstore.steps import Steps
 
-__all__ = ["Coefficients", "sgd_coefficients"]
+__all__ = ["Average", "Coefficients", "When", "entering", "last_step", "sgd_coefficients"]
+
+
+@dataclass(frozen=True)
+class Average:
+    """A mean of the weights after some steps: `first`, and every `every`-th from there to `last`.
+
+    With a decay it is the exponential one of torch.optim.swa_utils.AveragedModel, which begins as a copy of the first; without,
+    all count the same.
+    """
+
+    first: int = 0
+    every: int = 1
+    decay: float | None = None
+    last: int | None = None
+
+    def shares(self, numbers: Int32[ndarray, " s"]) -> Float64[ndarray, " s"]:
+        """By how much the weights after each step enter the mean; they add up to 1."""
+        chosen = np.flatnonzero((numbers >= self.first) & ((numbers - self.first) % self.every == 0))
+        chosen = chosen if self.last is None else chosen[numbers[chosen] <= self.last]
+        shares, count = np.zeros(len(numbers)), len(chosen)
+        if self.decay is None:
+            shares[chosen] = 1 / max(1, count)
+        else:
+            shares[chosen] = (1 - self.decay) * self.decay ** np.arange(count - 1, -1, -1.0)
+            shares[chosen[:1]] = self.decay ** (count - 1)
+        return shares
+
+
+When = Average | int | None
+"""Which weights are meant: those after a step, None for the last, or a mean."""
+
+
+def last_step(when: When) -> int | None:
+    """The last step that the weights depend on, None for the last of all."""
+    return when.last if isinstance(when, Average) else when
+
+
+def entering(
+    numbers: Int32[ndarray, " s"], idle: Bool[ndarray, " s"], when: When
+) -> tuple[Int64[ndarray, " t"], Float64[ndarray, " t"], float]:
+    """The steps that the parameter took, as places in `numbers`; what its values after each, and the first one, count."""
+    if isinstance(when, Average):
+        shares = when.shares(numbers)
+    else:
+        shares = (numbers == (numbers.max(initial=0) if when is None else when)).astype(np.float64)
+    until = last_step(when)
+    taken = np.flatnonzero(~idle & (True if until is None else numbers <= until))
+    of = np.searchsorted(taken, np.arange(len(numbers)), side="right") - 1
+    after = np.bincount(of[of >= 0], shares[of >= 0], len(taken)).astype(np.float64)
+    return taken, after, float(shares[of < 0].sum()) if len(numbers) else 1.0
 
 
 @dataclass(frozen=True)
@@ -47,10 +97,10 @@ class Coefficients:
         return found
 
 
-def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool = False, until: int | None = None) -> Coefficients:
+def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool = False, until: When = None) -> Coefficients:
     """Coefficients of the weight or bias of `layer`, which belongs to parameter group `group`.
 
-    Those of the weights after step `until`, by default after the last one; later steps have 0.
+    Those of the weights after step `until`, by default after the last one, or of a mean of weights; later steps have 0.
     `buffered` says whether a momentum buffer existed before the first recorded step. A parameter of no group (-1) was
     not trained: all c are 0.
     """
@@ -59,13 +109,13 @@ def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool =
     if group < 0:
         return Coefficients(numbers, c, 1.0, 0.0)
     columns = steps.group(group)
-    taken = np.flatnonzero(~steps.idle(layer.number) & (True if until is None else numbers <= until))
+    taken, after, start = entering(numbers, steps.idle(layer.number), until)
     with_momentum = [int(s) for s in taken if columns["momentum"][s] != 0]
     first = with_momentum[0] if with_momentum and not buffered else -1
-    p, q = 1.0, 0.0
-    for s in taken[::-1]:
-        c[s], p, q = _back_one(p, q, {name: column[s] for name, column in columns.items()}, fresh=bool(s == first))
-    return Coefficients(numbers, c, p, q)
+    p, q = 0.0, 0.0
+    for s, share in zip(taken[::-1], after[::-1], strict=True):
+        c[s], p, q = _back_one(p + float(share), q, {name: column[s] for name, column in columns.items()}, fresh=bool(s == first))
+    return Coefficients(numbers, c, p + start, q)
 
 
 def _back_one(p: float, q: float, step: dict[str, Any], *, fresh: bool) -> tuple[float, float, float]:

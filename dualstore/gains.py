@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy import ndarray
 
 from dualstore.adaptive import Stretch, walk
+from dualstore.coefficients import Average, When, last_step
 from dualstore.errors import QueryError
 from dualstore.probes import ProbeRows
 from dualstore.result import Result
@@ -82,7 +83,7 @@ def gains_of(given: Mapping[str, Mapping[Any, Any]] | None) -> list[Gain]:
 
 
 def reweigh(
-    store: "Store", layers: Sequence[Layer], gains: Sequence[Gain], *, where: str | None, until: int | None, with_initial: bool
+    store: "Store", layers: Sequence[Layer], gains: Sequence[Gain], *, where: str | None, until: When, with_initial: bool
 ) -> list[Affine]:
     """See `Store.weights`; for several layers, each gain with its only factor."""
     if any(len(gain.factors) > 1 for gain in gains):
@@ -93,7 +94,7 @@ def reweigh(
     ]
 
 
-def evaluate(store: "Store", gains: Sequence[Gain], *, where: str | None, until: int | None, with_initial: bool) -> Result:
+def evaluate(store: "Store", gains: Sequence[Gain], *, where: str | None, until: When, with_initial: bool) -> Result:
     """See `Store.evaluate`."""
     network = _Network(store)
     memories = list(_memories(store, store.layers, gains, where, until, with_initial))
@@ -110,8 +111,17 @@ def evaluate(store: "Store", gains: Sequence[Gain], *, where: str | None, until:
     types = {"task": pa.string(), "probes": pa.int64()}
     table = pa.table({name: pa.array(values, types.get(name, pa.float64())) for name, values in rows.items()})
     shown = "accuracy on the recorded probes" + (" with W_0 scaled, too" if with_initial else "")
-    shown += (f" where {where}" if where else "") + ("" if until is None else f", after step {until}")
+    shown += (f" where {where}" if where else "") + ("" if until is None else f", {_named(until)}")
     return Result(table, shown, notes=[f"activations between the layers, as the probes show: {', '.join(network.named) or 'none'}"])
+
+
+def _named(until: When) -> str:
+    """How a title calls weights that are not the last ones."""
+    if not isinstance(until, Average):
+        return f"after step {until}"
+    kind = "the mean of the weights" if until.decay is None else f"the exponential mean (decay {until.decay:g}) of the weights"
+    every = "each step" if until.every == 1 else f"every {until.every} steps"
+    return f"{kind} after {every} from {until.first}" + ("" if until.last is None else f" to {until.last}")
 
 
 def _columns(gains: Sequence[Gain]) -> list[str]:
@@ -119,7 +129,7 @@ def _columns(gains: Sequence[Gain]) -> list[str]:
 
 
 def _memories(
-    store: "Store", layers: Sequence[Layer], gains: Sequence[Gain], where: str | None, until: int | None, with_initial: bool
+    store: "Store", layers: Sequence[Layer], gains: Sequence[Gain], where: str | None, until: When, with_initial: bool
 ) -> Iterator[_Memory]:
     """One pass over the log of each layer."""
     if with_initial and len(gains) != 1:
@@ -128,11 +138,11 @@ def _memories(
         yield _memory(store, layer, gains, where, until)
 
 
-def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | None, until: int | None) -> _Memory:
+def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | None, until: When) -> _Memory:
     counts = [f"CASE WHEN CAST(({gain.expression}\n) AS VARCHAR) = {_quoted(gain.value)} THEN '1' ELSE '0' END" for gain in gains]
     for gain in gains:  # an expression that is wrong is named as it was given
         Selector(store.labelling, None, gain.expression)
-    select = Selector(store.labelling, where, f"concat({', '.join(counts)})" if gains else "''", until)
+    select = Selector(store.labelling, where, f"concat({', '.join(counts)})" if gains else "''", last_step(until))
     if replayed(store):
         initial, changes = _replayed_changes(store, layer, select, until)
     else:
@@ -145,7 +155,7 @@ def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | No
     return _Memory(layer, initial, found)
 
 
-def _changes(store: "Store", layer: Layer, select: Selector, until: int | None) -> tuple[Affine, dict[int, Affine]]:
+def _changes(store: "Store", layer: Layer, select: Selector, until: When) -> tuple[Affine, dict[int, Affine]]:
     """What is left of the initial weights, and the change by the patterns of each group of a selection."""
     factors = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
     initial = Affine(*(initial_of(store, layer, kind, found) for kind, found in factors.items()))
@@ -163,7 +173,7 @@ def _changes(store: "Store", layer: Layer, select: Selector, until: int | None) 
     return initial, changes
 
 
-def _replayed_changes(store: "Store", layer: Layer, select: Selector, until: int | None) -> tuple[Affine, dict[int, Affine]]:
+def _replayed_changes(store: "Store", layer: Layer, select: Selector, until: When) -> tuple[Affine, dict[int, Affine]]:
     """The same where the optimiser is replayed. 4 bytes for each pattern lie in a temporary file."""
     log = store.patterns(layer)
     codes = temporary((log.rows,), np.int32)

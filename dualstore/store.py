@@ -3,12 +3,14 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dualstore.coefficients import Average, When
 from dualstore.errors import DualstoreWarning, QueryError
 from dualstore.gains import evaluate, gains_of, reweigh
 from dualstore.index import LayerIndex
@@ -319,6 +321,7 @@ class Store:
         where: str | None = None,
         at_step: int | None = None,
         with_initial: bool = False,
+        average: Average | None = None,
     ) -> Affine:
         """The layer's weight, (d_out, d_in), and bias, (d_out,), rebuilt from initial weights and patterns in float64.
 
@@ -328,11 +331,13 @@ class Store:
             where: SQL condition; patterns outside do not count at all.
             at_step: the weights as they were after this step.
             with_initial: the one gain's factor holds for the initial weights, too (Gershman et al. 2025).
+            average: the mean of the weights of several steps instead, as EMA or SWA would have it (`dualstore.Average`); up to
+                `at_step`, if that is given.
 
         Raises QueryError for a value that no pattern has, InexactError where the optimiser is not known.
         """
         found = self.layer(layer)
-        until = check_step(self, at_step)
+        until = _when(self, at_step, average)
         return reweigh(self, [found], gains_of(gains), where=where, until=until, with_initial=with_initial)[0]
 
     def write_weights(
@@ -343,13 +348,14 @@ class Store:
         where: str | None = None,
         at_step: int | None = None,
         with_initial: bool = False,
+        average: Average | None = None,
     ) -> None:
         """Writes the `weights` of all recorded layers as safetensors, by their names in the model, in the store's dtype.
 
         `model.load_state_dict(safetensors.torch.load_file(path), strict=False)` takes them. Raises StoreError where the file
         cannot be written.
         """
-        until = check_step(self, at_step)
+        until = _when(self, at_step, average)
         found = reweigh(self, self.layers, gains_of(gains), where=where, until=until, with_initial=with_initial)
         dtype, tensors = self.info_file.dtype, {}
         for layer, affine in zip(self.layers, found, strict=True):
@@ -365,6 +371,7 @@ class Store:
         where: str | None = None,
         at_step: int | None = None,
         with_initial: bool = False,
+        average: Average | None = None,
     ) -> Result:
         """Accuracy on the recorded probes, for each task, of the network whose weights are those of `weights` at every layer.
 
@@ -373,7 +380,7 @@ class Store:
 
         Returns: a column for each gain, task, probes, accuracy in 0..1.
         """
-        until = check_step(self, at_step)
+        until = _when(self, at_step, average)
         return evaluate(self, gains_of(gains), where=where, until=until, with_initial=with_initial)
 
     def tensors(self, name: str) -> dict[str, NDArray[Any]]:
@@ -412,6 +419,23 @@ class Store:
         if self.info_file.status != "complete" and folder.startswith("patterns"):
             found = [file for file in found if file.name in self._committed]
         return sorted(found, key=lambda file: file.name)
+
+
+def _when(store: Store, at_step: int | None, average: Average | None) -> When:
+    """The weights that are meant. Raises QueryError for a mean of none."""
+    until = check_step(store, at_step)
+    if average is None:
+        return until
+    last = store.last_step if average.last is None else average.last
+    mean = replace(average, last=last if until is None else min(until, last))
+    whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (mean.first, mean.every, mean.last))
+    decay = mean.decay is None or (isinstance(mean.decay, int | float) and 0 <= mean.decay < 1)
+    if not whole or not decay or mean.every < 1 or not 0 <= mean.first <= mean.last <= store.last_step:  # type: ignore[operator]
+        raise QueryError(
+            f"average: expected 0 <= first <= last <= {store.last_step}, every >= 1 and a decay from 0 to below 1 or none; "
+            f"found {mean}"
+        )
+    return mean
 
 
 def _state(file: os.DirEntry[str]) -> tuple[int, int, int]:

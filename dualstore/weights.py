@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from dualstore.adaptive import ADAPTIVE, Stretch, walk
-from dualstore.coefficients import Coefficients, sgd_coefficients
+from dualstore.coefficients import Coefficients, When, last_step, sgd_coefficients
 from dualstore.errors import DamagedError, InexactError, StoreError
 from dualstore.schema import Layer
 from dualstore.shapes import Float64, Int64
@@ -77,7 +77,7 @@ def rebuild(
     store: "Store",
     layer: Layer,
     queries: Float64[ndarray, "p i"],
-    until: int | None = None,
+    until: When = None,
     outputs: Int64[ndarray, " o"] | None = None,
 ) -> Dual:
     """The layer's weights from initial weights and rows, in one pass over its log, and its response to `queries`.
@@ -118,18 +118,14 @@ def replayed(store: "Store") -> bool:
     return store.info_file.optimizer in ADAPTIVE
 
 
-def _replay(
-    store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], until: int | None, outputs: Int64[ndarray, " o"]
-) -> Dual:
+def _replay(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], until: When, outputs: Int64[ndarray, " o"]) -> Dual:
     """See `rebuild`."""
     weight, bias = (_replay_one(store, layer, kind, until, outputs) for kind in ("weight", "bias"))
     start, change = (Affine(w, b[:, 0]) for w, b in zip(weight, bias, strict=True))
     return Dual(start, change, queries @ change.weight.T)
 
 
-def _replay_one(
-    store: "Store", layer: Layer, kind: str, until: int | None, outputs: Int64[ndarray, " o"]
-) -> tuple[ndarray, ndarray]:
+def _replay_one(store: "Store", layer: Layer, kind: str, until: When, outputs: Int64[ndarray, " o"]) -> tuple[ndarray, ndarray]:
     """What is left of the initial state of a parameter, and its change by all patterns."""
     width = layer.d_in if kind == "weight" else 1
     initial, change, done = np.zeros((len(outputs), width)), np.zeros((len(outputs), width)), 0
@@ -142,14 +138,14 @@ def _replay_one(
     return initial, change
 
 
-def rebuild_bias(store: "Store", layer: Layer, until: int | None) -> Float64[ndarray, " o"]:
+def rebuild_bias(store: "Store", layer: Layer, until: When) -> Float64[ndarray, " o"]:
     """The bias after step `until`, where the optimiser is `replayed`."""
     initial, change = _replay_one(store, layer, "bias", until, np.arange(layer.d_out))
     found: ndarray = (initial + change)[:, 0]
     return found
 
 
-def coefficients_of(store: "Store", layer: Layer, kind: str, until: int | None = None) -> Coefficients:
+def coefficients_of(store: "Store", layer: Layer, kind: str, until: When = None) -> Coefficients:
     """Coefficients of the layer's "weight" or "bias" after step `until`, by default the last.
 
     Raises InexactError where they are not known. Not of an optimiser that is `replayed`.
@@ -216,9 +212,10 @@ def _tensor(found: dict[str, NDArray[np.generic]], name: str, shape: tuple[int, 
 
 
 def _rows(
-    store: "Store", layer: Layer, until: int | None, outputs: Int64[ndarray, " o"] | slice
+    store: "Store", layer: Layer, until: When, outputs: Int64[ndarray, " o"] | slice
 ) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
     """(steps, x, e) of all patterns up to a step at least, x and some of e in float64."""
+    until = last_step(until)
     for group in store.patterns(layer).groups:
         for _, block in group.part.mapping.blocks(group, ["step", "x", "e"], _BLOCK_ROWS):
             if until is not None and len(block["step"]) and block["step"][0] > until:

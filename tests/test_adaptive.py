@@ -141,6 +141,35 @@ def test_few_rows_of_the_weight_at_a_time_give_the_same(tmp_path: Path, monkeypa
     np.testing.assert_allclose([row["influence"] for row in found], [row["influence"] for row in ranked], rtol=1e-9, atol=1e-18)
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AMSGrad, decay", "RMSprop, all"])
+@pytest.mark.parametrize(
+    ("mean", "steps"),
+    [
+        (dualstore.Average(decay=0.9), range(40)),
+        (dualstore.Average(first=7, every=3, decay=0.5), range(7, 40, 3)),
+        (dualstore.Average(first=10, every=5), range(10, 40, 5)),
+        (dualstore.Average(last=20), range(21)),
+        (dualstore.Average(first=39), [39]),
+    ],
+    ids=["ema", "late ema", "swa", "until", "last"],
+)
+def test_means_of_the_weights_are_those_of_torch(tmp_path: Path, name: str, mean: dualstore.Average, steps: Any) -> None:
+    make = MAKERS.get(name, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01))
+    kept = train(tmp_path / "store", make)
+    decay = torch.optim.swa_utils.get_ema_multi_avg_fn(mean.decay) if mean.decay is not None else None
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUT)).double()
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=decay)
+    for step in steps:
+        model.load_state_dict({key: torch.from_numpy(value) for key, value in kept[step + 1].items()})
+        averaged.update_parameters(model)
+    store = dualstore.open(tmp_path / "store")
+    expected = copied(averaged.module)
+    for number, layer in ((0, "0"), (1, "2")):
+        found = store.weights(number, average=mean)
+        np.testing.assert_allclose(found.weight, expected[f"{layer}.weight"], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(found.bias, expected[f"{layer}.bias"], rtol=1e-10, atol=1e-12)
+
+
 class Fixed:
     """One layer's weight under Adam, step by step, its preconditioner held fixed: a linear function of the gradients."""
 

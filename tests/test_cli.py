@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import dualstore
+from dualstore import Average
 from tests.reference import Rows, write_store
 
 SCRIPT = Path(sys.executable).with_name("dualstore")
@@ -166,6 +167,11 @@ def test_reweigh_writes_weights_and_shows_accuracy(trained: Path, tmp_path: Path
     found = parsed("reweigh", "--store", trained, "--gain", "task=new:0:1:0.5", "--evaluate", "--with-initial")
     assert found == library.evaluate({"task": {"new": [0, 0.5, 1]}}, with_initial=True).to_dicts()
     assert [row["task=new"] for row in found] == [0, 0.5, 1]
+    for words, mean in ((("ema:0.5",), Average(decay=0.5)), (("swa:2", "--from", "3"), Average(first=3, every=2))):
+        found = parsed("reweigh", "--store", trained, "--evaluate", "--average", *words)
+        assert found == library.evaluate({}, average=mean).to_dicts()
+    fails("reweigh", "--store", trained, "--evaluate", "--average", "mean", match="expected ema:DECAY or swa:EVERY")
+    fails("reweigh", "--store", trained, "--evaluate", "--average", "swa:0", match="every >= 1")
     out = tmp_path / "weights.safetensors"
     call("reweigh", "--store", trained, "--gain", "task=new:-2.5", "--gain", "label=1:0", "--at-step", "6", "--out", out)
     written = load_file(out)

@@ -157,6 +157,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> dualstore.Store:
         ({"task": {"first": 1, "second": 2}}, {"with_initial": True}, "with_initial: expected one gain, .*; found 2"),
         ({}, {"with_initial": True}, "with_initial: expected one gain, .*; found 0"),
         ({}, {"at_step": 99}, "at_step: expected a step of the run, 0 to 19; found 99"),
+        ({}, {"average": dualstore.Average(first=20)}, "average: expected 0 <= first <= last <= 19"),
+        ({}, {"average": dualstore.Average(first=9), "at_step": 8}, "average: expected 0 <= first <= last <= 19"),
+        ({}, {"average": dualstore.Average(every=0)}, "every >= 1"),
+        ({}, {"average": dualstore.Average(decay=1.0)}, "a decay from 0 to below 1 or none"),
         ({}, {"where": "nothing = 1"}, "condition 'nothing = 1'"),
     ],
 )
