@@ -9,6 +9,7 @@ from .options import (
     Finite,
     budget_options,
     explain_option,
+    inexact_option,
     layer_of,
     open_from,
     output_option,
@@ -41,18 +42,19 @@ _SAME_AS_TOP = 0
 @click.option("--per", help="SQL expression: the best of each of its values, e.g. label.")
 @score_options
 @pool_option
+@inexact_option
 @explain_option
 @budget_options
 @output_option
 def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, top: int,
           bottom: int | None, absolute: bool, min_alpha: float | None, where: str | None, per: str | None, score: str,
-          output_of: str | None, at_step: int | None, pool: str | None, explain: bool, memory_mb: int, threads: int,
-          output: str) -> None:  # fmt: skip
+          output_of: str | None, at_step: int | None, pool: str | None, inexact: bool, explain: bool,
+          memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
     """The training patterns with the largest alpha, whose key is most like the query; or with the largest --score.
 
     Exact and ordered: ties by step, sample_id, position.
     """
-    result = open_from(store, memory_mb, threads).query(
+    result = open_from(store, memory_mb, threads, inexact).query(
         layer=layer_of(layer), position=position, top=bottom or top, bottom=bottom is not None, absolute=absolute,
         min_alpha=min_alpha, where=where, per=per,
         pool=pool, **score_of(score, output_of, at_step), **query_vector(test_ids, vector),
@@ -73,17 +75,18 @@ def query(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: st
 @where_option
 @score_options
 @pool_option
+@inexact_option
 @explain_option
 @budget_options
 @output_option
 def totals(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: str, position: int | None, by: str,
            absolute: bool, paper: bool, where: str | None, score: str, output_of: str | None, at_step: int | None,
-           pool: str | None, explain: bool, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+           pool: str | None, inexact: bool, explain: bool, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
     """Sums of alpha, or of another --score, over groups of training patterns, largest first.
 
     With --score influence, --layer all sums over the layers.
     """
-    result = open_from(store, memory_mb, threads).totals(
+    result = open_from(store, memory_mb, threads, inexact).totals(
         layer=None if layer == "all" else layer_of(layer), position=position, by=by, absolute=absolute, paper=paper, where=where,
         pool=pool, **score_of(score, output_of, at_step), **query_vector(test_ids, vector),
     )  # fmt: skip
@@ -98,13 +101,15 @@ def totals(store: Path, test_ids: tuple[int, ...], vector: Path | None, layer: s
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="How many samples.")
 @where_option
 @click.option("--at-step", type=int, help="The memory as it was after this step.")
+@inexact_option
 @budget_options
 @output_option
-def self_influence(store: Path, layer: str | None, top: int, where: str | None, at_step: int | None, memory_mb: int,
-                   threads: int, output: str) -> None:  # fmt: skip
+def self_influence(store: Path, layer: str | None, top: int, where: str | None, at_step: int | None, inexact: bool,
+                   memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
     """The training samples that did most to their own loss: mislabelled, rare or memorised ones."""
     chosen = None if layer is None else layer_of(layer)
-    print_result(open_from(store, memory_mb, threads).self_influence(chosen, top=top, where=where, at_step=at_step), output)
+    opened = open_from(store, memory_mb, threads, inexact)
+    print_result(opened.self_influence(chosen, top=top, where=where, at_step=at_step), output)
 
 
 @click.command()
@@ -128,14 +133,16 @@ def votes(store: Path, layer: str | None, where: str | None, memory_mb: int, thr
 @click.option("--vector", type=click.Path(path_type=Path), help="Query of the relation `attention`: a .npy file.")
 @click.option("--position", type=int, help="Position of the test example's row; by default the last.")
 @score_options
+@inexact_option
 @budget_options
 @output_option
 def sql(text: str, store: Path, layer: str | None, test_id: int | None, vector: Path | None, position: int | None,
-        score: str, output_of: str | None, at_step: int | None, memory_mb: int, threads: int, output: str) -> None:  # fmt: skip
+        score: str, output_of: str | None, at_step: int | None, inexact: bool, memory_mb: int, threads: int,
+        output: str) -> None:  # fmt: skip
     """SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention."""
     asked: dict[str, Any] = query_vector(() if test_id is None else (test_id,), vector)
     chosen = None if layer is None else layer_of(layer)
-    result = open_from(store, memory_mb, threads).sql(
+    result = open_from(store, memory_mb, threads, inexact).sql(
         text, layer=chosen, position=position, **score_of(score, output_of, at_step), **asked
     )
     print_result(result, output)

@@ -9,7 +9,7 @@ import numpy as np
 from dualstore.coefficients import Average
 from dualstore.errors import QueryError
 
-from .options import budget_options, open_from, output_option, store_option, where_option
+from .options import budget_options, inexact_option, open_from, output_option, store_option, where_option
 from .output import print_result
 
 __all__ = ["reweigh"]
@@ -30,10 +30,11 @@ _MOST_FACTORS = 10_000
 @click.option("--from", "first", type=click.IntRange(min=0), default=0, show_default=True, help="First step of the --average.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the weights of all recorded layers, as safetensors.")
 @click.option("--evaluate", is_flag=True, help="Show the accuracy on the recorded probes.")
+@inexact_option
 @budget_options
 @output_option
 def reweigh(store: Path, given: tuple[str, ...], with_initial: bool, where: str | None, at_step: int | None,
-            average: str | None, first: int, out: Path | None, evaluate: bool, memory_mb: int, threads: int,
+            average: str | None, first: int, out: Path | None, evaluate: bool, inexact: bool, memory_mb: int, threads: int,
             output: str) -> None:  # fmt: skip
     """The weights as if groups of memories had been masked (factor 0) or amplified, without training.
 
@@ -49,7 +50,7 @@ def reweigh(store: Path, given: tuple[str, ...], with_initial: bool, where: str 
         gains[expression][value] = factors
     if out is not None and any(len(factors) > 1 for values in gains.values() for factors in values.values()):
         raise click.UsageError("--out wants one factor for each --gain; several are for --evaluate alone")
-    opened = open_from(store, memory_mb, threads)
+    opened = open_from(store, memory_mb, threads, inexact)
     how: dict[str, Any] = {"where": where, "at_step": at_step, "with_initial": with_initial}
     how["average"] = None if average is None else _average(average, first)
     if evaluate:

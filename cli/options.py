@@ -16,6 +16,7 @@ __all__ = [
     "Finite",
     "budget_options",
     "explain_option",
+    "inexact_option",
     "layer_of",
     "memory_option",
     "open_from",
@@ -93,14 +94,18 @@ score_options = _stack(
     click.option("--at-step", type=int, help="The memory as it was after this step."),
 )  # fmt: skip
 
+inexact_option = click.option(
+    "--inexact", is_flag=True, help="Give values of an optimiser that is not known, too, as if it were plain SGD."
+)
+
 pool_option = click.option("--pool", type=click.Choice(["mean", "sum"]), help="Of the scores for all queries, instead of each.")
 
 where_option = click.option("--where", help="SQL condition on step, epoch, sample_id, position, label, task.")
 
 
-def open_from(store: Path, memory_mb: int = 256, threads: int = 2) -> dualstore.Store:
+def open_from(store: Path, memory_mb: int = 256, threads: int = 2, inexact: bool = False) -> dualstore.Store:
     """The store a command works on."""
-    return dualstore.open(store, budget_bytes=memory_mb << 20, threads=threads)
+    return dualstore.open(store, budget_bytes=memory_mb << 20, threads=threads, inexact=inexact)
 
 
 def query_vector(test_ids: tuple[int, ...], vector: Path | None) -> dict[str, Any]:

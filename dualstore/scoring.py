@@ -75,6 +75,7 @@ def explained(
 ) -> list[str]:
     """What the numbers of an answer mean; `shown` are the sums of the rows shown for each query, where rows are shown."""
     after = "" if until is None else f", weights as after step {until}"
+    after += "" if store.info_file.exact else f"; NOT exact, {store.info_file.optimizer} is taken for plain SGD"
     if score.outputs is None and score.name == "contribution":
         return [f"contribution, pooled: in units of the outputs, for W x; the bias is apart{after}"]
     if score.outputs is None:

@@ -38,12 +38,19 @@ __all__ = ["Store", "open_store"]
 MAX_THREADS = 256
 
 
-def open_store(path: str | Path, *, budget_bytes: int = Options.budget_bytes, threads: int = Options.threads) -> "Store":
+def open_store(
+    path: str | Path,
+    *,
+    budget_bytes: int = Options.budget_bytes,
+    threads: int = Options.threads,
+    inexact: bool = False,
+) -> "Store":
     """The store at `path`, opened for reading; also while it is being recorded, up to its last flush.
 
     Args:
         budget_bytes: anonymous memory that a scan may take.
         threads: used by products of several queries.
+        inexact: whether an optimiser that is not known is taken for plain SGD, instead of refusing values.
 
     Raises StoreError where there is no store, DamagedError where its files contradict themselves.
     """
@@ -53,14 +60,14 @@ def open_store(path: str | Path, *, budget_bytes: int = Options.budget_bytes, th
     path = Path(path)
     if str(path).startswith("~"):  # a folder of that name: what reads Parquet would look in the user's home
         path = path.absolute()
-    return Store(path, Options(budget_bytes, threads))
+    return Store(path, Options(budget_bytes, threads), inexact=inexact)
 
 
 class Store:
     """One recorded training run. Holds `store.json`, the steps and footers; vectors stay on disk."""
 
-    def __init__(self, path: Path, options: Options) -> None:
-        self.path, self.options = path, options
+    def __init__(self, path: Path, options: Options, *, inexact: bool = False) -> None:
+        self.path, self.options, self.inexact = path, options, inexact
         self.info_file = StoreInfo.read(path)
         steps = self._parts("steps")
         self._committed = {part.name for part in steps}

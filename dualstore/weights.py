@@ -107,15 +107,15 @@ def rebuild(
 def replayed(store: "Store") -> bool:
     """Whether a step's factor is a matrix, which is to be replayed (`adaptive`), instead of a coefficient.
 
-    Raises InexactError where neither is known.
+    Raises InexactError where neither is known, unless the store was opened to take any optimiser for plain SGD.
     """
-    if not store.info_file.exact:
+    if not store.info_file.exact and not store.inexact:
         known = ", ".join(("SGD", *ADAPTIVE))
         raise InexactError(
             f"{store.path}: values need the optimiser's factors: known for {known} of torch, not for {store.info_file.optimizer}; "
-            "attention (query, totals, votes) is exact all the same"
+            "attention (query, totals, votes) is exact all the same; inexact=True or --inexact takes it for plain SGD"
         )
-    return store.info_file.optimizer in ADAPTIVE
+    return store.info_file.exact and store.info_file.optimizer in ADAPTIVE
 
 
 def _replay(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], until: When, outputs: Int64[ndarray, " o"]) -> Dual:

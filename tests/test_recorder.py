@@ -856,10 +856,15 @@ def test_attention_works_under_other_optimisers_and_values_are_refused(
     assert sum(row["count"] for row in store.totals(test_id=100, layer=1, by="label")) == 32
     found = store.verify()
     assert not found.ok
-    assert all("values need the optimiser's factors" in problem and name in problem for problem in found.problems)
-    assert [(check.rows, check.weight_residual) for check in found.layers] == [(32, None)] * 3
+    assert found.problems == [f"values are not exact under {name}; residuals are those of plain SGD"]
+    assert [check.rows for check in found.layers] == [32] * 3
+    assert all(check.weight_residual is not None and check.weight_residual > 1e-3 for check in found.layers)
     with pytest.raises(InexactError, match=f"not for {name}"):
         dualstore.weights.rebuild(store, store.layers[0], np.zeros((0, 4)))
+    ask: dict[str, Any] = {"test_id": 100, "layer": 2, "score": "contribution", "output": 1}
+    with pytest.raises(InexactError, match=f"not for {name}"):
+        store.query(**ask)
+    assert f"NOT exact, {name} is taken for plain SGD" in dualstore.open(tmp_path / "store", inexact=True).query(**ask).notes[0]
 
 
 class Doubled(torch.optim.SGD):
