@@ -123,7 +123,7 @@ def query_vector(test_ids: tuple[int, ...], vector: Path | None) -> dict[str, An
 def score_of(score: str, output_of: str | None, at_step: int | None) -> dict[str, Any]:
     """Score, output and step of a question, as the library takes them."""
     output: int | str | None = output_of
-    if output_of is not None and output_of.removeprefix("-").isdecimal():
+    if output_of is not None and output_of.removeprefix("-").isdecimal() and len(output_of) < 10:
         output = int(output_of)
     return {"score": score, "output": output, "at_step": at_step}
 

@@ -84,7 +84,7 @@ def walk(
     """
     group = layer.weight_group if kind == "weight" else layer.bias_group
     start = _start(store, layer, kind)
-    taken, after, first_share = entering(store.steps.numbers, store.steps.idle(layer.number), until)
+    taken, after, first_share = entering(store.steps.numbers, store.steps.idle(layer.number, kind), until)
     if group < 0:
         yield start.weight[outputs]
         return

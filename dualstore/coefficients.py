@@ -40,7 +40,8 @@ class Average:
 
     def shares(self, numbers: Int32[ndarray, " s"]) -> Float64[ndarray, " s"]:
         """By how much the weights after each step enter the mean; they add up to 1."""
-        chosen = np.flatnonzero((numbers >= self.first) & ((numbers - self.first) % self.every == 0))
+        behind = numbers.astype(np.int64) - self.first
+        chosen = np.flatnonzero((behind >= 0) & (behind % self.every == 0))
         chosen = chosen if self.last is None else chosen[numbers[chosen] <= self.last]
         shares, count = np.zeros(len(numbers)), len(chosen)
         if self.decay is None:
@@ -97,8 +98,10 @@ class Coefficients:
         return found
 
 
-def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool = False, until: When = None) -> Coefficients:
-    """Coefficients of the weight or bias of `layer`, which belongs to parameter group `group`.
+def sgd_coefficients(
+    steps: Steps, layer: Layer, group: int, *, buffered: bool = False, until: When = None, kind: str = "weight"
+) -> Coefficients:
+    """Coefficients of the "weight" or "bias" of `layer`, which belongs to parameter group `group`.
 
     Those of the weights after step `until`, by default after the last one, or of a mean of weights; later steps have 0.
     `buffered` says whether a momentum buffer existed before the first recorded step. A parameter of no group (-1) was
@@ -109,7 +112,7 @@ def sgd_coefficients(steps: Steps, layer: Layer, group: int, *, buffered: bool =
     if group < 0:
         return Coefficients(numbers, c, 1.0, 0.0)
     columns = steps.group(group)
-    taken, after, start = entering(numbers, steps.idle(layer.number), until)
+    taken, after, start = entering(numbers, steps.idle(layer.number, kind), until)
     with_momentum = [int(s) for s in taken if columns["momentum"][s] != 0]
     first = with_momentum[0] if with_momentum and not buffered else -1
     p, q = 0.0, 0.0

@@ -44,8 +44,8 @@ class Gain:
     """One factor, or several to be tried, for the patterns where an SQL expression has a value."""
 
     expression: str
-    value: str
-    """As text."""
+    value: Any
+    """Text is compared with the expression's value as text, a number with it as a number; None is NULL."""
     factors: tuple[float, ...]
 
 
@@ -78,7 +78,8 @@ def gains_of(given: Mapping[str, Mapping[Any, Any]] | None) -> list[Gain]:
             factors = factor if isinstance(factor, list | tuple | np.ndarray) else [factor]
             if not len(factors) or not all(_is_number(one) for one in factors):
                 raise QueryError(f"gains: {expression} = {value}: expected a finite factor, found {factor!r}")
-            found.append(Gain(expression, str(value), tuple(float(one) for one in factors)))
+            plain = value.item() if isinstance(value, np.generic) else value
+            found.append(Gain(expression, plain, tuple(float(one) for one in factors)))
     return found
 
 
@@ -139,7 +140,7 @@ def _memories(
 
 
 def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | None, until: When) -> _Memory:
-    counts = [f"CASE WHEN CAST(({gain.expression}\n) AS VARCHAR) = {_quoted(gain.value)} THEN '1' ELSE '0' END" for gain in gains]
+    counts = [f"CASE WHEN {_condition(gain)} THEN '1' ELSE '0' END" for gain in gains]
     for gain in gains:  # an expression that is wrong is named as it was given
         Selector(store.labelling, None, gain.expression)
     select = Selector(store.labelling, where, f"concat({', '.join(counts)})" if gains else "''", last_step(until))
@@ -150,8 +151,9 @@ def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | No
     found = {tuple(here == "1" for here in select.values[code]): change for code, change in changes.items()}
     for number, gain in enumerate(gains):
         if not any(here[number] for here in found):
-            known = _known(store, layer, gain.expression)
-            raise QueryError(f"gain {gain.expression}={gain.value}: no pattern has this value; there are {known}")
+            known = _known(store, layer, gain.expression, where, last_step(until))
+            which = "no pattern" + (" that counts" if where is not None or until is not None else "")
+            raise QueryError(f"gain {gain.expression}={gain.value}: {which} has this value; there are {known}")
     return _Memory(layer, initial, found)
 
 
@@ -201,13 +203,27 @@ def _nothing(layer: Layer) -> Affine:
     return Affine(np.zeros((layer.d_out, layer.d_in)), np.zeros(layer.d_out))
 
 
-def _known(store: "Store", layer: Layer, expression: str) -> str:
+def _known(store: "Store", layer: Layer, expression: str, where: str | None, until: int | None) -> str:
     """The first few values of an expression, as text."""
-    select = Selector(store.labelling, None, expression)
+    select = Selector(store.labelling, where, expression, until)
     for groups in store.patterns(layer).chunks(1 << 17):
         select(groups[0].part.mapping, groups)
-    values = sorted(map(str, select.values))
+    named = {None: "NULL", True: "true", False: "false"}
+    values = sorted(named[value] if value is None or isinstance(value, bool) else str(value) for value in select.values)
     return ", ".join(values[:12]) + (f" and {len(values) - 12} more" if len(values) > 12 else "")
+
+
+def _condition(gain: Gain) -> str:
+    """SQL that tells the patterns for which a gain counts."""
+    expression, value = f"({gain.expression}\n)", gain.value
+    if value is None:
+        return f"{expression} IS NULL"
+    if isinstance(value, bool):
+        return f"CAST({expression} AS VARCHAR) = '{str(value).lower()}'"
+    if isinstance(value, int | float):
+        return f"TRY_CAST({expression} AS DOUBLE) = CAST({_quoted(repr(float(value)))} AS DOUBLE)"
+    null = f" OR {expression} IS NULL" if value == "NULL" else ""
+    return f"(CAST({expression} AS VARCHAR) = {_quoted(str(value))}{null})"
 
 
 def _quoted(text: str) -> str:

@@ -95,6 +95,7 @@ def find_queries(
     ids = np.atleast_1d(np.asarray(test_id))
     if ids.dtype.kind not in "iu" or ids.ndim != 1 or not len(ids):
         raise QueryError(f"test_id: expected whole numbers, found {test_id!r}")
+    ids = ids[np.sort(np.unique(ids, return_index=True)[1])]  # one that is given twice is asked once
     rows = ProbeRows.of(store.probes(layer))
     places = np.array([_place(store, layer, rows, int(wanted), position) for wanted in ids])
     probes = rows.select(places)

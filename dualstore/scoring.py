@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from dualstore.adaptive import Stretch, walk
 from dualstore.errors import QueryError
-from dualstore.probes import Queries
+from dualstore.probes import ProbeRows, Queries
 from dualstore.rows import Selection
 from dualstore.scan import Piece, pieces
 from dualstore.schema import Layer
@@ -212,11 +212,11 @@ def _outputs(store: "Store", layer: Layer, queries: Queries, output: Any) -> Int
         probes = queries.probes
         if probes is None:
             raise QueryError(f"output: {output!r} needs a recorded test example; of a vector give {known}")
-        found, predicted = probes.scalars(output).astype(np.int64), probes.scalars("predicted")
+        found = probes.scalars(output).astype(np.int64)
         if (found < 0).any():
             what = "prediction" if output == "predicted" else "label"
             raise QueryError(f"{store.path}: test id {probes.test_id[found < 0][0]} was recorded without a {what}; give {known}")
-        if ((predicted >= 0) & (probes.vectors("y").argmax(axis=1) != predicted)).any() or (found >= layer.d_out).any():
+        if not _predicts(store, layer) or (found >= layer.d_out).any():
             raise QueryError(
                 f"output: {output!r} is an output of the layer that predicts, and layer {layer.number} ({layer.name}) is not; "
                 f"give {known}"
@@ -229,11 +229,22 @@ def _outputs(store: "Store", layer: Layer, queries: Queries, output: Any) -> Int
     return np.full(len(queries.vectors), int(output))
 
 
+def _predicts(store: "Store", layer: Layer) -> bool:
+    """Whether the recorded predictions are the largest outputs of this layer, as some of the probes show."""
+    rows = ProbeRows.of(store.probes(layer))
+    known = np.flatnonzero(rows.scalars("predicted") >= 0)
+    some = rows.select(known[np.unique(np.linspace(0, max(0, len(known) - 1), min(256, len(known))).astype(int))])
+    return bool(len(some.row)) and bool((some.vectors("y").argmax(axis=1) == some.scalars("predicted")).all())
+
+
 def _gradients(store: "Store", layer: Layer, queries: Queries, gradient: ArrayLike | None) -> Float[ndarray, "m o"]:
     """The gradients of each query, in the store's dtype."""
     where = f"layer {layer.number} ({layer.name})"
     if gradient is not None:
-        found = np.atleast_2d(np.asarray(gradient))
+        try:
+            found = np.atleast_2d(np.asarray(gradient))
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise QueryError(f"gradient: expected numbers, found {error}") from error
         if found.dtype.kind not in "biuf" or found.shape != (len(queries.vectors), layer.d_out):
             expected = f"{len(queries.vectors)} x {layer.d_out} numbers, dL/dy of {where} for each query"
             raise QueryError(f"gradient: expected {expected}, found {found.dtype} of shape {np.shape(gradient)}")

@@ -40,9 +40,11 @@ STEPS_SCHEMA = pa.schema(
         pa.field("loss", pa.float64(), nullable=False),
         pa.field("rows", pa.list_(pa.int32()), nullable=False),
         pa.field("idle", pa.list_(pa.int32()), nullable=False),
+        pa.field("idle_bias", pa.list_(pa.int32()), nullable=False),
     ]
 )
-"""`rows[k]` is the number of patterns of layer k in the step; `idle` lists the layers that had no gradient.
+"""`rows[k]` is the number of patterns of layer k in the step; `idle` lists the layers whose weight had no gradient, and
+`idle_bias` those whose bias had none.
 
 beta1, beta2 (of RMSprop: its alpha), eps, lr_decay, amsgrad, centered and decoupled (weight decay) belong to the adaptive
 optimisers; 0 and false elsewhere.
@@ -105,7 +107,7 @@ class Steps:
     def group(self, group: int) -> dict[str, NDArray[Any]]:
         """Scalar columns of one parameter group, in step order. Raises DamagedError where a step lacks the group."""
         mine = self._column("group") == group
-        found = {name: self._column(name)[mine] for name in STEPS_SCHEMA.names if name not in ("rows", "idle")}
+        found = {name: self._column(name)[mine] for name in STEPS_SCHEMA.names if name not in ("rows", "idle", "idle_bias")}
         if not np.array_equal(found["step"], self.numbers):
             raise DamagedError(f"steps: expected one row of parameter group {group} for each step, found {mine.sum()}")
         return found
@@ -117,9 +119,9 @@ class Steps:
             row[: len(found)] = found[:layers]
         return counts
 
-    def idle(self, layer: int) -> Bool[ndarray, " s"]:
-        """For each step number whether the layer had no gradient, so that the optimiser passed it over."""
-        return np.array([layer in found for found in self._lists("idle")], dtype=bool)
+    def idle(self, layer: int, kind: str = "weight") -> Bool[ndarray, " s"]:
+        """For each step number whether the layer's weight or bias had no gradient, so that the optimiser passed it over."""
+        return np.array([layer in found for found in self._lists("idle" if kind == "weight" else "idle_bias")], dtype=bool)
 
     def _lists(self, name: str) -> list[list[int]]:
         lists = self.table.column(name).to_pylist()
@@ -137,6 +139,8 @@ def _read_part(path: Path) -> pa.Table:
         for name, value in NOT_ADAPTIVE.items():
             if name not in table.column_names:
                 table = table.append_column(STEPS_SCHEMA.field(name), pa.array([value] * table.num_rows))
+        if "idle_bias" not in table.column_names and "idle" in table.column_names:  # format 1 had one list for both
+            table = table.append_column("idle_bias", table.column("idle"))
         table = table.select(STEPS_SCHEMA.names)
         return table if table.schema.equals(STEPS_SCHEMA) else table.cast(STEPS_SCHEMA)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:

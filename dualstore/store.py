@@ -433,11 +433,13 @@ def _when(store: Store, at_step: int | None, average: Average | None) -> When:
     until = check_step(store, at_step)
     if average is None:
         return until
+    if not isinstance(average, Average):
+        raise QueryError(f"average: expected a dualstore.Average, found {average!r}")
     last = store.last_step if average.last is None else average.last
     mean = replace(average, last=last if until is None else min(until, last))
     whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (mean.first, mean.every, mean.last))
     decay = mean.decay is None or (isinstance(mean.decay, int | float) and 0 <= mean.decay < 1)
-    if not whole or not decay or mean.every < 1 or not 0 <= mean.first <= mean.last <= store.last_step:  # type: ignore[operator]
+    if not whole or not decay or not 1 <= mean.every < 1 << 31 or not 0 <= mean.first <= mean.last <= store.last_step:  # type: ignore[operator]
         raise QueryError(
             f"average: expected 0 <= first <= last <= {store.last_step}, every >= 1 and a decay from 0 to below 1 or none; "
             f"found {mean}"

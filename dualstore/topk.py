@@ -79,6 +79,7 @@ def _scan_traced(best: Best, log: Log, select: Select, options: Options, explain
     block_rows = block_rows_of(options.budget_bytes, 64 * len(score.columns), 1)
     with explain.phase("scan"):
         for piece in pieces(log, select, block_rows):
+            explain.rows_read += len(piece.local)  # by the trace
             best.offer_traced(piece, score.all_of(piece))
 
 

@@ -153,7 +153,7 @@ def coefficients_of(store: "Store", layer: Layer, kind: str, until: When = None)
     assert not replayed(store)
     buffered = f"{layer.name}.{kind}.momentum_buffer" in store.tensors("initial")
     group = layer.weight_group if kind == "weight" else layer.bias_group
-    return sgd_coefficients(store.steps, layer, group, buffered=buffered, until=until)
+    return sgd_coefficients(store.steps, layer, group, buffered=buffered, until=until, kind=kind)
 
 
 def initial_of(store: "Store", layer: Layer, kind: str, found: Coefficients) -> ndarray:
@@ -182,6 +182,8 @@ def read_weights(path: Path) -> dict[str, NDArray[np.generic]]:
 
 def save_weights(path: Path, tensors: dict[str, NDArray[np.generic]]) -> None:
     """Writes tensors as safetensors, whole or not at all. Raises StoreError."""
+    if not path.name:
+        raise StoreError(f"{str(path)!r}: expected the name of a file to write")
     try:
         write_whole(path, save(tensors))
     except OSError as error:

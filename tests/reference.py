@@ -98,6 +98,7 @@ def group_row(epoch: int) -> dict[str, Any]:
         "batch_size": 1,
         "loss": 0.5,
         "idle": [],
+        "idle_bias": [],
     }
 
 

@@ -196,6 +196,10 @@ def test_reweigh_says_what_is_missing(trained: Path, tmp_path: Path) -> None:
     fails(*ask, "--gain", "task=newer:1", "--evaluate", match="no pattern has this value; there are new, old")
     for sweep in ("1:2:0", "2:1:0.1", "0:1:1e-9"):
         fails(*ask, "--gain", f"task=new:{sweep}", "--evaluate", match="expected a STEP that leads from START to STOP")
+    fails(*ask, "--gain", "task=new:1", "--out", "", match="expected the name of a file to write")
+    fails(*ask, "--evaluate", "--average", "swa:3000000000", match="average: expected")
+    fails("query", "--store", trained, "--test-id", "2", "--layer", "1", "--score", "contribution", "--output", "1" * 5000,
+          match="output: expected a number from 0 to 2")  # fmt: skip
     (tmp_path / "file").touch()
     fails(*ask, "--gain", "task=new:1", "--out", tmp_path / "file" / "w", match="cannot be written")
 

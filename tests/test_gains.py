@@ -87,6 +87,23 @@ def test_gains_multiply_and_a_condition_masks_the_rest(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.bias, bias, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("expression", "value", "same"),
+    [
+        ("label = 1", True, "true"),
+        ("step < 10", False, "false"),
+        ("label", 1.0, "1"),
+        ("label", np.int64(1), "1"),
+        ("label / 2", 0.5, "0.5"),
+        ("nullif(task, 'first')", None, "NULL"),
+    ],
+)
+def test_values_may_be_given_as_python_has_them(store: dualstore.Store, expression: str, value: Any, same: str) -> None:
+    found = store.weights(1, gains={expression: {value: 3.0}})
+    assert not np.array_equal(found.weight, store.weights(1).weight)
+    np.testing.assert_array_equal(found.weight, store.weights(1, gains={expression: {same: 3.0}}).weight)
+
+
 def test_any_budget_gives_the_same_weights(tmp_path: Path) -> None:
     _, _, end = train(tmp_path / "store", mlp())
     for budget in (1 << 20, 1 << 28):
@@ -157,6 +174,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> dualstore.Store:
         ({"task": {"first": 1, "second": 2}}, {"with_initial": True}, "with_initial: expected one gain, .*; found 2"),
         ({}, {"with_initial": True}, "with_initial: expected one gain, .*; found 0"),
         ({}, {"at_step": 99}, "at_step: expected a step of the run, 0 to 19; found 99"),
+        ({"label": {3: 0}}, {"where": "label < 2"}, "no pattern that counts has this value; there are 0, 1$"),
+        ({"label = 1": {"yes": 0}}, {}, "no pattern has this value; there are false, true$"),
+        ({}, {"average": "ema"}, "average: expected a dualstore.Average, found 'ema'"),
+        ({}, {"average": dualstore.Average(every=3_000_000_000)}, "every >= 1"),
         ({}, {"average": dualstore.Average(first=20)}, "average: expected 0 <= first <= last <= 19"),
         ({}, {"average": dualstore.Average(first=9), "at_step": 8}, "average: expected 0 <= first <= last <= 19"),
         ({}, {"average": dualstore.Average(every=0)}, "every >= 1"),

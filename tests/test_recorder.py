@@ -101,7 +101,7 @@ def replay(path: Path, layer: dict[str, Any], kind: str) -> Array:
     group, rows = layer[f"{kind}_group"], table(path, f"patterns/layer={layer['number']}")
     steps, x, e = (column(rows, name) for name in ("step", "x", "e"))
     for now in sorted(table(path, "steps").to_pylist(), key=lambda row: row["step"]):
-        if now["group"] != group or layer["number"] in now["idle"]:
+        if now["group"] != group or layer["number"] in now["idle" if kind == "weight" else "idle_bias"]:
             continue
         mine = steps == now["step"]
         summed = np.zeros(value.shape)
@@ -331,6 +331,7 @@ def test_modules_that_share_their_weight_but_not_their_bias_are_named_as_inexact
     model = Tied(bias=True, tied_bias=False).double()
     optimizer = sgd(model, momentum=0.9)
     with (
+        pytest.warns(DualstoreWarning, match="modules that share its weight have biases of their own"),
         pytest.warns(DualstoreWarning, match=r"two\.bias"),
         dualstore.record(model, optimizer, tmp_path / "store", dtype="float64") as recorder,
     ):
@@ -794,6 +795,121 @@ def test_a_weight_that_is_changed_by_hand_is_found(tmp_path: Path) -> None:
         with pytest.warns(DualstoreWarning, match="layer '2': its weight was changed between steps other than by the optimiser"):
             train(recorder, model, optimizer)
     assert not dualstore.open(tmp_path / "store").verify().ok
+
+
+def test_a_store_of_less_precision_than_the_training_is_no_finding(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float32", audit_every=1) as recorder:
+        train(recorder, model, optimizer)
+    assert dualstore.open(tmp_path / "store").verify().ok
+
+
+def test_weights_that_become_nan_are_no_finding_of_a_change(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3).bfloat16()
+    optimizer = sgd(model)
+    recorder = dualstore.record(model, optimizer, tmp_path / "store", audit_every=1)
+
+    def spoil() -> None:
+        for _ in range(3):
+            with recorder.batch(range(16)):
+                (model(X.bfloat16()).sum() * float("nan")).backward()
+            optimizer.step()
+
+    with recorder, pytest.warns(DualstoreWarning, match="NaN or infinity among the recorded keys or errors") as found:
+        spoil()
+    assert not [str(one.message) for one in found if "changed between steps" in str(one.message)]
+
+
+def test_a_layer_that_begins_to_train_later_is_named(tmp_path: Path) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model)
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", audit_every=1) as recorder:
+        train(recorder, model, optimizer)
+        model[0].requires_grad_(True)
+        model.train()
+        with pytest.warns(DualstoreWarning, match=r"0\.(weight|bias) trains since the recording began") as found:
+            train(recorder, model, optimizer)
+    assert len(found) == 2  # weight and bias, once each
+    assert not dualstore.open(tmp_path / "store").verify().ok
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1),
+        lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
+    ],
+    ids=["nesterov", "decay", "adam"],
+)
+def test_a_weight_or_a_bias_alone_may_be_frozen_in_mid_training(
+    tmp_path: Path, kind: str, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    model = mlp()
+    optimizer = make(model)
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64") as recorder:
+        for frozen in (False, True, False):
+            getattr(model[2], kind).requires_grad_(not frozen)
+            model.train()
+            train(recorder, model, optimizer)
+    found = dualstore.open(tmp_path / "store").verify()
+    assert found.ok, found.problems
+    assert max(check.weight_residual or 0 for check in found.layers) <= 1e-12
+
+
+def test_a_frozen_parameter_that_keeps_its_gradient_is_named(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model, momentum=0.9)
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", audit_every=1) as recorder:
+        train(recorder, model, optimizer, none=False)
+        model[2].bias.requires_grad_(False)
+        model.train()
+        with pytest.warns(DualstoreWarning, match="layer '2': a parameter is frozen but keeps its gradient"):
+            train(recorder, model, optimizer, none=False)
+
+
+def test_the_loss_of_a_probe_may_recompute_the_model_within_a_batch(tmp_path: Path) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            return found
+
+    model = Checkpointed().eval()
+    optimizer = sgd(model)
+    loss = nn.CrossEntropyLoss(reduction="none")
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64") as recorder:
+        with recorder.batch(range(16)):
+            with recorder.probe(range(3), Y[:3], loss=lambda y: loss(y, Y[:3])):
+                model(X[:3])
+            model(X).square().mean().backward()
+        optimizer.step()
+    store = dualstore.open(tmp_path / "store")
+    assert store.verify().ok
+    assert (store.info()["rows"], len(probes(tmp_path / "store"))) == (16, 3)
+
+
+def test_the_loss_of_a_probe_wants_the_model_and_something_that_trains(tmp_path: Path) -> None:
+    model = mlp().eval()
+    loss = nn.CrossEntropyLoss(reduction="none")
+    with dualstore.record(model, sgd(model), tmp_path / "store", dtype="float64") as recorder:
+        with (
+            pytest.raises(RecordError, match="loss: expected a call of the model itself"),
+            recorder.probe([1], Y[:1], loss=lambda y: loss(y, Y[:1])),
+        ):
+            model[0](X[:1])
+        model.requires_grad_(False)
+        with (
+            pytest.raises(RecordError, match="loss: no parameter of the model requires a gradient"),
+            recorder.probe([1], Y[:1], loss=lambda y: loss(y, Y[:1])),
+        ):
+            model(X[:1])
 
 
 def test_a_gradient_clipped_by_value_is_no_finding_of_the_rows(tmp_path: Path) -> None:

@@ -183,6 +183,21 @@ def test_the_output_that_is_meant_may_be_the_prediction_or_the_label(run: Run) -
         assert f"the rows shown carry {shown:.6g}, {100 * shown / run.outputs[1][3][output]:.1f} % of the output" in found.notes[1]
 
 
+@pytest.mark.parametrize("name", ["predicted", "label"])
+def test_a_hidden_layer_does_not_predict_whatever_its_largest_output_is(run: Run, name: str) -> None:
+    for test in range(8):
+        with pytest.raises(QueryError, match=r"layer that predicts, and layer 0 \(0\) is not"):
+            run.store.query(test_id=test, layer=0, score="contribution", output=name)
+
+
+def test_a_test_that_is_given_twice_is_asked_once(run: Run) -> None:
+    for asked in ({"score": "influence"}, {}):
+        twice = run.store.totals(test_id=[3, 1, 3], layer=1, **asked)  # type: ignore[arg-type]
+        assert twice.table == run.store.totals(test_id=[3, 1], layer=1, **asked).table  # type: ignore[arg-type]
+        again = run.store.query(test_id=[3, 1, 3], layer=1, top=2, **asked)  # type: ignore[arg-type]
+        assert again.table == run.store.query(test_id=[3, 1], layer=1, top=2, **asked).table  # type: ignore[arg-type]
+
+
 def test_several_queries_have_outputs_and_gradients_of_their_own(run: Run) -> None:
     together = run.store.query(test_id=[4, 2], layer=1, score="contribution", output="label", top=3).to_dicts()
     alone = [run.store.query(test_id=test, layer=1, score="contribution", output="label", top=3).to_dicts() for test in (4, 2)]
@@ -294,6 +309,8 @@ def test_self_influence_is_that_of_each_pattern_on_its_own_loss(run: Run, layer:
         ),
         ({"score": "influence", "test_id": 9}, r"influence needs the gradient of a loss .* record them with rec.probe\(..., loss"),
         ({"score": "influence", "gradient": [1, 2]}, "gradient: expected 1 x 3 numbers"),
+        ({"score": "influence", "gradient": [[1, 2, 3], [4]]}, "gradient: expected numbers, found "),
+        ({"score": "influence", "gradient": torch.zeros(3, requires_grad=True)}, "gradient: expected numbers, found "),
         ({"score": "influence", "gradient": [1, 2, np.inf]}, "gradient at layer .*: expected finite float64 numbers"),
         ({"at_step": STEPS}, f"at_step: expected a step of the run, 0 to {STEPS - 1}; found {STEPS}"),
         ({"at_step": -1}, "at_step: expected a step of the run"),

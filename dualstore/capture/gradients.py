@@ -84,13 +84,14 @@ class Audit:
         self._rounding = 0.0
 
     def add(self, x: NDArray[Any], e: NDArray[Any], dtype: torch.dtype) -> None:
-        """Adds some rows, whose inputs the layer multiplied in `dtype`."""
+        """Adds some rows, as they are stored; the layer multiplied in `dtype`."""
         rows, columns = _block(e.shape[1], x.shape[1])
         errors, keys = e[:, rows].T.astype(np.float64), x[:, columns].astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
             self._total = self._total + errors @ keys
             self._size = self._size + np.abs(errors) @ np.abs(keys)
-        self._rounding = max(self._rounding, _ROUNDING.get(dtype, 3e-2))
+        stored = torch.float64 if e.dtype == np.float64 else torch.float32
+        self._rounding = max(self._rounding, _ROUNDING.get(dtype, 3e-2), _ROUNDING[stored])
 
     def left(self, change: Change) -> float:
         """The share of the gradient that the rows do not explain; 0 where that may be rounding or cannot be told."""

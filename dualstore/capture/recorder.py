@@ -62,6 +62,7 @@ class _Taken:
     changes: list[list[Change]]
     """For each layer, what became of its watched gradients."""
     idle: list[int]
+    idle_bias: list[int]
     epoch: int
     scale: Any
     """By what a fused optimiser divides the gradients itself, for GradScaler; None where it does not."""
@@ -170,6 +171,9 @@ class Recorder:
         self._audit_every = audit_every
         self._audits: dict[int, Audit] = {}
         """Of the layers in the step under way, where it is one to be audited; used where rows are written."""
+        self._known = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        self._differentiating = False
+        """Whether a forward pass may be recomputed for the loss of a probe, whose layers were seen already."""
         self._left_by_step: dict[int, Any] = {}
         """Some elements of each weight as the optimiser left them at the last audited step."""
         self._problems: list[str] = []
@@ -180,6 +184,12 @@ class Recorder:
         self.steps = 0
         """Optimiser steps taken so far."""
         self._watched = [self._watched_of(layer) for layer in found.layers]
+        for layer in found.layers:
+            biases = {id(module.bias) for module in found.modules[layer.number] if module.bias is not None}
+            if len(biases) > 1:
+                self._problem(
+                    f"layer {layer.name!r}: modules that share its weight have biases of their own; its bias will not be exact"
+                )
         self._watch = GradientWatch([p for some in self._watched for p in some])
         self._handles = self._hook()
 
@@ -235,7 +245,11 @@ class Recorder:
                 yield
         finally:
             self._probe = None
-        probe.differentiate([weight for weight in self._weights.values() if weight.requires_grad])
+        self._differentiating = True
+        try:
+            probe.differentiate([parameter for parameter in self._model.parameters() if parameter.requires_grad])
+        finally:
+            self._differentiating = False
         rows = probe.columns(self.steps, self._dtype)
         for number, (columns, x, y, g) in rows.items():
             layer = self._found.layers[number]
@@ -292,6 +306,8 @@ class Recorder:
         return handles
 
     def _layer_called(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        if self._differentiating:
+            return
         x: torch.Tensor = args[0] if args else kwargs["input"]
         if self._probe is not None:
             self._probe.see(layer, x, output)
@@ -346,22 +362,47 @@ class Recorder:
     def _look(self, optimizer: torch.optim.Optimizer) -> _Taken:
         for number, left in self._left_by_step.items():
             now = sample_of(self._weights[number])
-            same = torch.equal(now, left) if isinstance(now, torch.Tensor) else np.array_equal(now, left, equal_nan=True)
+            if isinstance(now, torch.Tensor):
+                same = torch.equal(now.nan_to_num(), left.nan_to_num())
+            else:
+                same = np.array_equal(now, left, equal_nan=True)
             if not same:
                 self._problem(
                     f"layer {self._found.layers[number].name!r}: its weight was changed between steps other than by the optimiser; "
                     "its values will not be exact"
                 )
         self._left_by_step.clear()
+        if self._audited:
+            self._look_for_others(optimizer)
         taken = _Taken(
             groups=[_settings(optimizer, group) for group in optimizer.param_groups],
             changes=[[self._watch.change(parameter) for parameter in some] for some in self._watched],
             idle=[number for number, weight in self._weights.items() if weight.grad is None],
+            idle_bias=[
+                layer.number for layer, some in zip(self._found.layers, self._watched, strict=True) if some[-1].grad is None
+            ],
             epoch=self._epochs.epoch,
             scale=getattr(optimizer, "grad_scale", None),
         )
         self._watch.forget()
         return taken
+
+    def _look_for_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes parameters that have begun to train, or whose gradient stays although they no longer do."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if id(parameter) not in self._known:
+                    name = next((n for n, p in self._model.named_parameters() if p is parameter), "a parameter outside the model")
+                    self._problem(f"{name} trains since the recording began and is not recorded", once=id(parameter))
+        for parameters, layer in zip(self._watched, self._found.layers, strict=True):
+            frozen = [not p.requires_grad for p in parameters]
+            if any(frozen) and not all(frozen) and any(p.grad is not None and not p.requires_grad for p in parameters):
+                self._problem(
+                    f"layer {layer.name!r}: a parameter is frozen but keeps its gradient, which the optimiser goes on using; its "
+                    "values will not be exact: set the gradient to None"
+                )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         taken, self._taken = self._taken, None
@@ -426,6 +467,7 @@ class Recorder:
             "batch_size": sum(len(batch.names.ids) for batch in batches),
             "loss": sum(losses) / len(losses) if losses else float("nan"),
             "idle": taken.idle,
+            "idle_bias": taken.idle_bias,
         }
         self._writer.end_step([{**common, **group, **self._clip(index, taken)} for index, group in enumerate(taken.groups)])
         if self._writer.nonfinite_rows and not self._nonfinite_seen:
@@ -581,6 +623,10 @@ class _Probe:
         """Takes the gradients of the loss at the outputs that were seen; nothing is added to those of the weights."""
         if self._loss is None or not self._seen:
             return
+        if not weights:
+            raise RecordError("probe(): loss: no parameter of the model requires a gradient")
+        if self._outcome is None:
+            raise RecordError("probe(): loss: expected a call of the model itself inside `with rec.probe(...):`, found none")
         with torch.enable_grad():
             losses: Any = self._loss(self._outcome)
             if not isinstance(losses, torch.Tensor) or losses.shape != (len(self._names.ids),) or not losses.requires_grad:
