@@ -412,3 +412,25 @@ def test_no_single_flipped_bit_of_a_part_raises_or_changes_weights_unnoticed(sou
         found = dualstore.open(path).verify(probes=0)
         inside = any(start <= place < start + size for start, size in columns.values())
         assert not (inside and found.ok), place
+
+
+def test_an_adaptive_optimiser_may_leave_more_of_its_rounding_but_no_more_than_that(tmp_path: Path) -> None:
+    """A pattern that is missing shows all the same."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x = torch.randn(64, 4)
+    with dualstore.record(model, optimizer, tmp_path / "store") as recorder:
+        for step in range(100):
+            ids = torch.arange(step, step + 16) % 64
+            with recorder.batch(ids):
+                (model(x[ids]) - x[ids, :3].tanh()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    store = dualstore.open(tmp_path / "store")
+    assert store.verify().ok
+    limit = dualstore.verify._limits(store, store.layers[0])[0]
+    assert 1e-5 < limit <= 1e-4
+    whole, start = store.weights(0).weight, store.tensors("initial")["model.weight"]
+    without = store.weights(0, where="NOT (step = 50 AND sample_id = 57)").weight
+    assert np.linalg.norm(without - whole) > 5 * limit * np.linalg.norm(whole - start)
