@@ -42,6 +42,8 @@ def reweigh(store: Path, given: tuple[str, ...], with_initial: bool, where: str 
     """
     if out is None and not evaluate:
         raise click.UsageError("give --out FILE, --evaluate or both")
+    if first and average is None:
+        raise click.UsageError("--from is the first step of an --average; give that, too")
     gains: dict[str, dict[str, Any]] = {}
     for text in given:
         expression, value, factors = _gain(text)

@@ -193,6 +193,7 @@ def test_reweigh_says_what_is_missing(trained: Path, tmp_path: Path) -> None:
     call(*ask, "--gain", "task=new:1", code=2)
     call(*ask, "--gain", "task=new:1", "--gain", "task=new:2", "--evaluate", code=2)
     call(*ask, "--gain", "task=new:1:2:1", "--out", tmp_path / "w", code=2)
+    call(*ask, "--evaluate", "--from", "3", code=2)
     fails(*ask, "--gain", "task=newer:1", "--evaluate", match="no pattern has this value; there are new, old")
     for sweep in ("1:2:0", "2:1:0.1", "0:1:1e-9"):
         fails(*ask, "--gain", f"task=new:{sweep}", "--evaluate", match="expected a STEP that leads from START to STOP")
