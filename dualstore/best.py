@@ -111,34 +111,30 @@ class Best:
             found = alpha * value
             slack = (np.abs(alpha) + error) * off + np.abs(value) * error
             slack += 1e-15 * np.abs(found) + 1e-300  # what the last products round
-            if piece.codes is None:
-                cuts, behind = self._kth[:, 0].copy(), len(found) - self.k
-                for j in np.flatnonzero(~self._full[:, 0]) if behind > 0 else ():
-                    least = np.nan_to_num(found[:, j] - slack[:, j], nan=-np.inf, posinf=np.inf, neginf=-np.inf)
-                    cuts[j] = max(cuts[j], np.partition(least, behind)[behind])
-            else:
-                self.grow(int(piece.codes.max(initial=0)) + 1)
-                cuts = self._kth.T[piece.codes]
-            hits = np.flatnonzero(~(found + slack < cuts))
+            hits = np.flatnonzero(~(found + slack < self._cuts_of_scores(piece, found - slack)))
         if len(hits):
             self._add(piece, *np.divmod(hits, scores.shape[1]))
 
     def offer_traced(self, piece: Piece, values: Float64[ndarray, "n m"]) -> None:
         """The same where the true scores are known."""
-        if piece.codes is None:
-            cuts, behind = self._kth[:, 0].copy(), len(values) - self.k
-            for j in np.flatnonzero(~self._full[:, 0]) if behind > 0 else ():
-                least = np.nan_to_num(values[:, j], nan=-np.inf, posinf=np.inf, neginf=-np.inf)
-                cuts[j] = max(cuts[j], np.partition(least, behind)[behind])
-        else:
-            self.grow(int(piece.codes.max(initial=0)) + 1)
-            cuts = self._kth.T[piece.codes]
-        index, query = np.nonzero(values >= cuts)  # false for NaN
+        index, query = np.nonzero(values >= self._cuts_of_scores(piece, values))  # false for NaN
         if len(index):
             local = piece.local[index]
             codes = np.zeros(len(index), np.int64) if piece.codes is None else piece.codes[index]
             step, sample, position = (piece.mapping.array(piece.group, name)[local] for name in ("step", "sample_id", "position"))
             self._rank(_Rows(query, codes, values[index, query], step, sample, position, local + piece.group.first))
+
+    def _cuts_of_scores(self, piece: Piece, least: Float64[ndarray, "n m"]) -> Float64[ndarray, "..."]:
+        """What rows of a piece must reach, each of whose scores is at least `least`: (m,), or (n, m) where rows are grouped."""
+        if piece.codes is not None:
+            self.grow(int(piece.codes.max(initial=0)) + 1)
+            of_groups: ndarray = self._kth.T[piece.codes]
+            return of_groups
+        cuts, behind = self._kth[:, 0].copy(), len(least) - self.k
+        for j in np.flatnonzero(~self._full[:, 0]) if behind > 0 else ():
+            known = np.where(np.isnan(least[:, j]), -np.inf, least[:, j])
+            cuts[j] = max(cuts[j], np.partition(known, behind)[behind])
+        return cuts
 
     def _cuts(self, scores: Float[ndarray, "n m"], norm: float) -> Float64[ndarray, " m"]:
         error, behind = self._error(norm), len(scores) - self.k
