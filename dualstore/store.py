@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from dualstore.coefficients import Average, When
 from dualstore.errors import DualstoreWarning, QueryError
@@ -31,7 +31,7 @@ from dualstore.sums import build_sums
 from dualstore.totals import sum_groups, sum_self
 from dualstore.verify import Verification, verify_store
 from dualstore.votes import count_votes
-from dualstore.weights import Affine, read_weights, save_weights
+from dualstore.weights import Affine, Tensors, save_weights
 
 __all__ = ["Store", "open_store"]
 
@@ -390,12 +390,12 @@ class Store:
         until = _when(self, at_step, average)
         return evaluate(self, gains_of(gains), where=where, until=until, with_initial=with_initial)
 
-    def tensors(self, name: str) -> dict[str, NDArray[Any]]:
-        """What the file holds: tensors of `weights/<name>.safetensors`, "initial" or "final", by name.
+    def tensors(self, name: str) -> Tensors:
+        """What the file holds: tensors of `weights/<name>.safetensors`, "initial" or "final", by name; read one by one.
 
         Raises StoreError where the file is missing, DamagedError where it is unreadable.
         """
-        return read_weights(self.path / "weights" / f"{name}.safetensors")
+        return Tensors(self.path / "weights" / f"{name}.safetensors")
 
     def part_paths(self, folder: str) -> list[Path]:
         """Files of "patterns", "probes" (of all layers) or "samples" that belong to the store."""

@@ -5,7 +5,7 @@ W_T = a W_0 + q b_0 + sum_t c_t e_t x_t^T       b_T the same with x = 1
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from dualstore.adaptive import ADAPTIVE, Stretch, walk
 from dualstore.coefficients import Coefficients, When, last_step, sgd_coefficients
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Affine",
     "Dual",
+    "Tensors",
     "coefficients_of",
     "initial_of",
-    "read_weights",
     "rebuild",
     "rebuild_bias",
     "replayed",
@@ -170,14 +170,41 @@ def initial_of(store: "Store", layer: Layer, kind: str, found: Coefficients) -> 
     return initial if buffer is None else initial + found.buffer * buffer.astype(np.float64)
 
 
-def read_weights(path: Path) -> dict[str, NDArray[np.generic]]:
-    """Tensors by name. Raises StoreError where the file is missing, DamagedError where it is unreadable."""
-    if not path.is_file():
-        raise StoreError(f"{path}: expected the weights of the recording, found no file; an unfinished recording has no final ones")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DamagedError(f"{path}: expected a safetensors file, found {error}") from error
+class Tensors(Mapping[str, NDArray[Any]]):
+    """Tensors of a safetensors file by name; each is read when it is asked for.
+
+    Raises StoreError where the file is missing, DamagedError where it is unreadable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise StoreError(
+                f"{path}: expected the weights of the recording, found no file; an unfinished recording has no final ones"
+            )
+        self._path = path
+        self._names = frozenset(self._read(lambda file: file.keys()))
+
+    def _read(self, what: Callable[[Any], Any]) -> Any:
+        try:
+            with safe_open(self._path, "numpy") as file:
+                return what(file)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise DamagedError(f"{self._path}: expected a safetensors file, found {error}") from error
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._names:
+            raise KeyError(name)
+        found: ndarray = self._read(lambda file: file.get_tensor(name))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
 
 def save_weights(path: Path, tensors: dict[str, NDArray[np.generic]]) -> None:
@@ -206,11 +233,12 @@ def trained(store: "Store", layer: Layer, name: str = "final") -> Affine:
     return Affine(weight, bias)
 
 
-def _tensor(found: dict[str, NDArray[np.generic]], name: str, shape: tuple[int, ...], store: "Store") -> ndarray:
-    if name not in found or found[name].shape != shape:
-        shown = found[name].shape if name in found else "nothing"
+def _tensor(found: Tensors, name: str, shape: tuple[int, ...], store: "Store") -> ndarray:
+    tensor = found.get(name)
+    if tensor is None or tensor.shape != shape:
+        shown = "nothing" if tensor is None else tensor.shape
         raise DamagedError(f"{store.path}: weights: expected {name!r} of shape {shape}, found {shown}")
-    return found[name].astype(np.float64)
+    return tensor.astype(np.float64)
 
 
 def _rows(
