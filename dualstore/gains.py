@@ -53,7 +53,6 @@ class Gain:
 class _Memory:
     """What one layer's weights consist of."""
 
-    layer: Layer
     initial: Affine
     changes: dict[tuple[bool, ...], Affine]
     """The change by the patterns for which just these gains count."""
@@ -154,7 +153,7 @@ def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | No
             known = _known(store, layer, gain.expression, where, last_step(until))
             which = "no pattern" + (" that counts" if where is not None or until is not None else "")
             raise QueryError(f"gain {gain.expression}={gain.value}: {which} has this value; there are {known}")
-    return _Memory(layer, initial, found)
+    return _Memory(initial, found)
 
 
 def _changes(store: "Store", layer: Layer, select: Selector, until: When) -> tuple[Affine, dict[int, Affine]]:

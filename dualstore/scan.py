@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from dualstore.log import Group, Log, Mapping
 from dualstore.rows import Select, Selection
-from dualstore.shapes import Float, Int32, Int64
+from dualstore.shapes import Float, Float64, Int32, Int64
 
 __all__ = ["Options", "Piece", "block_rows_of", "computed", "pieces"]
 
@@ -64,6 +64,12 @@ class Piece:
         """Errors of some of the selected rows."""
         assert self.errors is not None
         return self.errors[index if self.pick is None else self.pick[index]]
+
+    def wide(self) -> tuple[Int32[ndarray, " s"], Float64[ndarray, "s d"], Float64[ndarray, "s o"]]:
+        """Steps, keys and errors of all selected rows, in double precision."""
+        everything = slice(None)
+        keys, errors = self.selected_keys(everything), self.selected_errors(everything)
+        return self.steps(everything), keys.astype(np.float64), errors.astype(np.float64)
 
     def steps(self, index: Int64[ndarray, " c"] | slice) -> Int32[ndarray, " c"]:
         """Steps of some of the selected rows."""

@@ -176,24 +176,22 @@ def _pooled(
         c = coefficients_of(store, layer, "weight", until)
         block_rows = max(64, store.options.budget_bytes // 4 // (16 * (layer.d_in + layer.d_out)))
         for piece in pieces(log, lambda mapping, groups: Selection(None, None), block_rows, errors=True):
-            everything = slice(None)
-            x, e = piece.selected_keys(everything).astype(np.float64), piece.selected_errors(everything).astype(np.float64)
+            steps, x, e = piece.wide()
             with np.errstate(over="ignore", invalid="ignore"):
-                found = c.at(piece.steps(everything)) * np.vecdot(x @ slope.T, e)
+                found = c.at(steps) * np.vecdot(x @ slope.T, e)
             scores[piece.group.first + piece.local, 0] = found
     return Traced(name, scores, None, np.zeros(1), np.arange(1), np.ones(1))
 
 
 def own_values(store: "Store", layer: Layer, until: int | None) -> Callable[[Piece], Float64[ndarray, " n"]]:
     """What gives the influence of each pattern of a piece on the loss that it came from."""
-    everything = slice(None)
     if not replayed(store):
         c = coefficients_of(store, layer, "weight", until)
 
         def own(piece: Piece) -> Float64[ndarray, " n"]:
-            x, e = piece.selected_keys(everything).astype(np.float64), piece.selected_errors(everything).astype(np.float64)
+            steps, x, e = piece.wide()
             with np.errstate(over="ignore", invalid="ignore"):
-                found: ndarray = c.at(piece.steps(everything)) * np.vecdot(x, x) * np.vecdot(e, e)
+                found: ndarray = c.at(steps) * np.vecdot(x, x) * np.vecdot(e, e)
             return found
 
         return own
