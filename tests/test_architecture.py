@@ -16,7 +16,6 @@ ORDER = (
     "adaptive", "weights", "scoring", "ranking", "totals", "votes", "relations", "gains", "verify", "summary", "store",
     "capture", "datasets", "training",
 )  # fmt: skip
-CAPTURE = ("background", "gradients", "layers", "names", "payload", "recorder")
 ONLY_IN = {"duckdb": {"database"}, "torch": {"capture", "training"}, "rich": set(), "click": set(), "polars": {"result"}}
 
 
