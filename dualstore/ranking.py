@@ -19,7 +19,7 @@ from dualstore.result import Result
 from dualstore.rows import ROW_COLUMNS, Selector
 from dualstore.schema import Layer
 from dualstore.scores import Score, Traced
-from dualstore.scoring import check_step, explained, find_score
+from dualstore.scoring import check_score, check_step, explained, find_score
 from dualstore.sketch import read_sketches
 from dualstore.topk import top_k
 
@@ -55,11 +55,13 @@ def rank_patterns(
         raise QueryError("bottom: expected without absolute and min_alpha; ask sql for the relation `attention` instead")
     floor = None if min_alpha is None else _number(min_alpha)
     until = check_step(store, at_step)
-    valued = find_score(store, layer, queries, score, output, gradient, until, pool)
-    queries = queries if pool is None else queries.pooled(pool)
-    if valued is not None and floor is not None:
+    check_score(score, output, gradient)
+    if score != "attention" and floor is not None:
         raise QueryError(f"min_alpha: expected with the score attention only, found {score}")
     select = Selector(store.labelling, where, per, until)
+    pooled = queries if pool is None else queries.pooled(pool)
+    valued = find_score(store, layer, queries, score, output, gradient, until, pool)  # last: it may replay the training
+    queries = pooled
     index = store.index(layer)
     log = index.log
     explain = Explain(layer.d_in * queries.vectors.itemsize, log.rows)

@@ -20,7 +20,7 @@ from dualstore.weights import coefficients_of, initial_of, rebuild, rebuild_bias
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["check_step", "explained", "find_score", "own_values"]
+__all__ = ["check_score", "check_step", "explained", "find_score", "own_values"]
 
 _FROM_PROBES = ("predicted", "label")
 _SHOWN_QUERIES = 5
@@ -44,11 +44,7 @@ def find_score(
     Raises QueryError for a score or output that does not exist, InexactError where values are not exact, StoreError
     where the store lacks the weights that training started with.
     """
-    if score not in SCORES:
-        raise QueryError(f"score: expected {', '.join(SCORES[:-1])} or {SCORES[-1]}, found {score!r}")
-    for name, given, wants in (("output", output, "contribution"), ("gradient", gradient, "influence")):
-        if given is not None and score != wants:
-            raise QueryError(f"{name}: expected with the score {wants} only, found score {score!r}")
+    check_score(score, output, gradient)
     if score == "attention":
         return None
     outputs = _outputs(store, layer, queries, output) if score == "contribution" else None
@@ -58,6 +54,15 @@ def find_score(
     if replayed(store):
         return _traced(store, layer, queries, score, outputs, gradients, until)
     return Score(score, coefficients_of(store, layer, "weight", until), outputs, gradients)
+
+
+def check_score(score: str, output: Any, gradient: Any) -> None:
+    """Raises QueryError for a score that does not exist, or what belongs to another."""
+    if score not in SCORES:
+        raise QueryError(f"score: expected {', '.join(SCORES[:-1])} or {SCORES[-1]}, found {score!r}")
+    for name, given, wants in (("output", output, "contribution"), ("gradient", gradient, "influence")):
+        if given is not None and score != wants:
+            raise QueryError(f"{name}: expected with the score {wants} only, found score {score!r}")
 
 
 def check_step(store: "Store", at_step: Any) -> int | None:

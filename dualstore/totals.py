@@ -17,7 +17,7 @@ from dualstore.rows import Labelling, Select, Selector
 from dualstore.scan import RUN_ROWS, pieces
 from dualstore.schema import Layer
 from dualstore.scores import Score, Traced
-from dualstore.scoring import check_step, explained, find_score, own_values
+from dualstore.scoring import check_score, check_step, explained, find_score, own_values
 from dualstore.shapes import Bool, Float64
 from dualstore.sums import Cells, Rest, read_cells
 
@@ -75,14 +75,14 @@ def sum_groups(
 ) -> Result:
     """See `Store.totals`. Where several layers are asked, by influence, the sum over them."""
     until = check_step(store, at_step)
-    scores = [find_score(store, layer, queries, score, output, gradient, until, pool) for layer, queries in asked]
-    asked = asked if pool is None else [(layer, queries.pooled(pool)) for layer, queries in asked]
-    (layer, queries), valued = asked[0], scores[0]
+    check_score(score, output, gradient)
+    single, asked = asked, asked if pool is None else [(layer, queries.pooled(pool)) for layer, queries in asked]
+    layer, queries = asked[0]
     from dualstore.database import Database  # DuckDB is slow to start
 
     select = Selector(store.labelling, where, None, until)
     name = queries.column or ""
-    measure = "alpha" if valued is None else score
+    measure = "alpha" if score == "attention" else score
     keys = ", ".join(part for part in (name, by) if part)
     summed = f"abs({measure})" if absolute else measure
     database = Database(threads=store.options.threads)
@@ -97,6 +97,9 @@ def sum_groups(
     if by.strip():
         database.check_stable(by, f"expression {by!r}")
     sums.add(none)
+    # Last of what may be refused: it may replay the training.
+    scores = [find_score(store, layer, queries, score, output, gradient, until, pool) for layer, queries in single]
+    valued = scores[0]
     explain = Explain(layer.d_in * queries.vectors.itemsize, store.patterns(layer).rows * len(queries.vectors) * len(asked))
     rest = Rest(select)
     if valued is None and (not absolute or _one_signed(queries.vectors)):

@@ -11,7 +11,7 @@ from numpy import ndarray
 from torch import nn
 
 import dualstore
-from dualstore.errors import DamagedError, InexactError
+from dualstore.errors import DamagedError, InexactError, QueryError
 
 WIDTH, HIDDEN, OUT = 6, 5, 3
 RANDOM = torch.Generator().manual_seed(2)
@@ -302,6 +302,17 @@ def test_self_influence_is_that_of_a_pattern_on_its_own_loss(adam: tuple[dualsto
     assert {row["sample_id"] for row in found} == set(expected)
     for row in found:
         assert row["self_influence"] == pytest.approx(expected[row["sample_id"]], rel=1e-8, abs=1e-13)
+
+
+@pytest.mark.parametrize("how", [{"where": "nothing = 1"}, {"pool": "median"}, {"score": "value"}, {"at_step": 99}])
+def test_what_is_refused_is_refused_before_the_training_is_replayed(
+    adam: tuple[dualstore.Store, list[WeightsOf]], monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    store, _ = adam
+    monkeypatch.setattr("dualstore.scoring.walk", lambda *_: pytest.fail("replayed"))
+    for ask in (store.query, store.totals):
+        with pytest.raises(QueryError):
+            ask(**{"test_id": [1, 2], "layer": 0, "score": "influence", **how})  # type: ignore[operator]
 
 
 def test_an_optimiser_of_a_class_of_its_own_is_not_taken_for_its_base(tmp_path: Path) -> None:
