@@ -12,13 +12,16 @@ import numpy as np
 
 from dualstore.errors import DamagedError, StoreError
 
-__all__ = ["FORMAT", "Column", "Layer", "StoreInfo", "pattern_columns", "probe_columns"]
+__all__ = ["DTYPES", "FORMAT", "Column", "Layer", "Place", "StoreInfo", "pattern_columns", "probe_columns"]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the disk layout. A reader refuses stores whose format is higher.
 
-Format 1 had no g in probes, and no columns of adaptive optimisers in steps.
+Format 1 had no g in probes, and no columns of adaptive optimisers in steps; until format 2 there were plain linear layers only.
 """
+
+DTYPES = ("float16", "float32", "float64")
+"""Of stored keys and errors."""
 
 Status = Literal["recording", "interrupted", "complete"]
 
@@ -46,8 +49,20 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A matrix among the parameters of a model: some rows of one, all further dimensions flattened into columns."""
+
+    parameter: str
+    """Its name in the model."""
+    rows: tuple[int, int] | None = None
+    """First row and the one behind the last; None for all."""
+    transposed: bool = False
+    """Whether the matrix is that of the parameter turned round, as in Conv1D of transformers or in an embedding."""
+
+
+@dataclass(frozen=True)
 class Layer:
-    """One recorded linear layer, y = W x + b with W of shape (d_out, d_in)."""
+    """One recorded linear map, y = W x + b with W of shape (d_out, d_in)."""
 
     number: int
     name: str
@@ -59,23 +74,72 @@ class Layer:
     """Index of the weight's parameter group in the optimiser."""
     bias_group: int
     """Index of the bias's parameter group; -1 where there is none or it is not trained."""
+    keys: Literal["vector", "token"] = "vector"
+    """Whether x is stored as such, or as the number of its only 1 among zeros."""
+    errors: bool = True
+    """Whether errors are stored: without them there is attention, but no value."""
+    weight: tuple[Place, ...] = ()
+    """What W consists of, side by side; by default the parameter NAME.weight."""
+    biases: tuple[Place, ...] = ()
+    """What b is the sum of; by default NAME.bias, where there is one."""
+
+    @property
+    def weight_places(self) -> tuple[Place, ...]:
+        """`weight`, also of a store that does not say it."""
+        return self.weight or (Place(f"{self.name}.weight"),)
+
+    @property
+    def bias_places(self) -> tuple[Place, ...]:
+        """`biases`, also of a store that does not say it."""
+        return (self.biases or (Place(f"{self.name}.bias"),)) if self.bias else ()
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Layer":
+        """The layer of plain values as in `store.json`. Raises TypeError or ValueError."""
+        found = cls(**{**values, **{name: _places(values.get(name, ())) for name in ("weight", "biases")}})
+        numbers = (found.number, found.d_in, found.d_out, found.weight_group, found.bias_group)
+        if not all(type(n) is int for n in numbers) or min(found.d_in, found.d_out) < 1 or not isinstance(found.name, str):
+            raise ValueError(str(values))
+        if found.keys not in ("vector", "token") or type(found.errors) is not bool:
+            raise ValueError(f"keys {found.keys!r}, errors {found.errors!r}")
+        return found
 
 
-def pattern_columns(layer: Layer, dtype: str) -> tuple[Column, ...]:
-    """Columns of `patterns/layer=K`, in file order."""
-    return (
+def _places(found: Any) -> tuple[Place, ...]:
+    """Places of plain values. Raises TypeError or ValueError."""
+    places = tuple(Place(**{**place, "rows": None if place["rows"] is None else tuple(place["rows"])}) for place in found)
+    for place in places:
+        whole = place.rows is None or (len(place.rows) == 2 and all(type(n) is int for n in place.rows))
+        if not isinstance(place.parameter, str) or type(place.transposed) is not bool or not whole:
+            raise ValueError(str(place))
+    return places
+
+
+def pattern_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Column, ...]:
+    """Columns of `patterns/layer=K`, in file order, in a store of format `written`."""
+    columns = [
         Column("step", "int32"),
         Column("position", "int32"),
         Column("sample_id", "int64"),
         Column("label", "int32"),
         Column("task", "int32"),
-        Column("x", dtype, layer.d_in),
-        Column("e", dtype, layer.d_out),
-    )
+    ]
+    if written >= 3:
+        columns += [Column("slot", "int32"), Column("duplicate", "int32")]
+    columns.append(_key(layer, dtype))
+    if layer.errors:
+        columns += [Column("scale", "float32")] if dtype == "float16" else []
+        columns.append(Column("e", dtype, layer.d_out))
+    return tuple(columns)
+
+
+def _key(layer: Layer, dtype: str) -> Column:
+    return Column("token", "int32") if layer.keys == "token" else Column("x", dtype, layer.d_in)
 
 
 def probe_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Column, ...]:
-    """Columns of `probes/layer=K`, in file order, in a store of format `written`."""
+    """Columns of `probes/layer=K`, in file order, in a store of format `written`. They are never stored in half precision."""
+    dtype = "float32" if dtype == "float16" else dtype
     columns = (
         Column("test_id", "int64"),
         Column("position", "int32"),
@@ -83,7 +147,7 @@ def probe_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Colu
         Column("label", "int32"),
         Column("task", "int32"),
         Column("predicted", "int32"),
-        Column("x", dtype, layer.d_in),
+        _key(layer, dtype),
         Column("y", dtype, layer.d_out),
     )
     return columns if written < 2 else (*columns, Column("g", dtype, layer.d_out))
@@ -148,7 +212,7 @@ class StoreInfo:
     def _checked(cls, file: Path, values: dict[str, Any]) -> "StoreInfo":
         known = {name: values.pop(name) for name in cls.__dataclass_fields__ if name in values and name != "other"}
         try:
-            known["layers"] = tuple(Layer(**layer) for layer in known["layers"])
+            known["layers"] = tuple(map(Layer.of, known["layers"]))
             for name in ("tasks", "unrecorded", "problems"):
                 if not isinstance(known.get(name, []), list):
                     raise ValueError(f"{name} {known[name]!r}")
@@ -159,13 +223,9 @@ class StoreInfo:
 
     def _with_values(self) -> "StoreInfo":
         """Itself. Raises ValueError where a field has a value it cannot have."""
-        for layer in self.layers:
-            numbers = (layer.number, layer.d_in, layer.d_out, layer.weight_group, layer.bias_group)
-            if not all(type(n) is int for n in numbers) or min(layer.d_in, layer.d_out) < 1 or not isinstance(layer.name, str):
-                raise ValueError(str(layer))
         names = (*self.tasks, *self.unrecorded, *self.problems, self.optimizer)
         if not all(isinstance(name, str) for name in names) or type(self.exact) is not bool:
             raise ValueError(f"names {names}, exact {self.exact!r}")
-        if self.dtype not in ("float32", "float64") or self.status not in get_args(Status):
+        if self.dtype not in DTYPES or self.status not in get_args(Status):
             raise ValueError(f"dtype {self.dtype!r}, status {self.status!r}")
         return self

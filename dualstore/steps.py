@@ -13,9 +13,9 @@ from numpy import ndarray
 from numpy.typing import NDArray
 
 from dualstore.errors import DamagedError
-from dualstore.shapes import Bool, Int32, Int64
+from dualstore.shapes import Bool, Float64, Int32, Int64
 
-__all__ = ["NOT_ADAPTIVE", "STEPS_SCHEMA", "Steps"]
+__all__ = ["DEFAULTS", "STEPS_SCHEMA", "Steps"]
 
 STEPS_SCHEMA = pa.schema(
     [
@@ -41,16 +41,34 @@ STEPS_SCHEMA = pa.schema(
         pa.field("rows", pa.list_(pa.int32()), nullable=False),
         pa.field("idle", pa.list_(pa.int32()), nullable=False),
         pa.field("idle_bias", pa.list_(pa.int32()), nullable=False),
+        pa.field("rates", pa.list_(pa.float64()), nullable=False),
+        pa.field("weights_crc", pa.int64(), nullable=False),
+        pa.field("state_crc", pa.int64(), nullable=False),
     ]
 )
 """`rows[k]` is the number of patterns of layer k in the step; `idle` lists the layers whose weight had no gradient, and
 `idle_bias` those whose bias had none.
 
+`rates[k]` is the share of the patterns of layer k that was recorded, 1 where the list is empty. The checksums are of some
+elements of the recorded weights, and of the optimiser's state of them, as the step left them; -1 where they are not known.
+
 beta1, beta2 (of RMSprop: its alpha), eps, lr_decay, amsgrad, centered and decoupled (weight decay) belong to the adaptive
 optimisers; 0 and false elsewhere.
 """
-NOT_ADAPTIVE = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "lr_decay": 0.0, "amsgrad": False, "centered": False, "decoupled": False}
-"""What those columns are without an adaptive optimiser; stores of format 1 lack them."""
+DEFAULTS: dict[str, Any] = {
+    "beta1": 0.0,
+    "beta2": 0.0,
+    "eps": 0.0,
+    "lr_decay": 0.0,
+    "amsgrad": False,
+    "centered": False,
+    "decoupled": False,
+    "rates": [],
+    "weights_crc": -1,
+    "state_crc": -1,
+}
+"""What columns are that say nothing: those of adaptive optimisers, which stores of format 1 lack, and those of format 3."""
+_LISTS = ("rows", "idle", "idle_bias", "rates")
 
 
 @dataclass(frozen=True)
@@ -107,7 +125,7 @@ class Steps:
     def group(self, group: int) -> dict[str, NDArray[Any]]:
         """Scalar columns of one parameter group, in step order. Raises DamagedError where a step lacks the group."""
         mine = self._column("group") == group
-        found = {name: self._column(name)[mine] for name in STEPS_SCHEMA.names if name not in ("rows", "idle", "idle_bias")}
+        found = {name: self._column(name)[mine] for name in STEPS_SCHEMA.names if name not in _LISTS}
         if not np.array_equal(found["step"], self.numbers):
             raise DamagedError(f"steps: expected one row of parameter group {group} for each step, found {mine.sum()}")
         return found
@@ -123,7 +141,11 @@ class Steps:
         """For each step number whether the layer's weight or bias had no gradient, so that the optimiser passed it over."""
         return np.array([layer in found for found in self._lists("idle" if kind == "weight" else "idle_bias")], dtype=bool)
 
-    def _lists(self, name: str) -> list[list[int]]:
+    def rates(self, layer: int) -> Float64[ndarray, " s"]:
+        """For each step number the share of the layer's patterns that was recorded."""
+        return np.array([found[layer] if layer < len(found) else 1.0 for found in self._lists("rates")], np.float64)
+
+    def _lists(self, name: str) -> list[list[Any]]:
         lists = self.table.column(name).to_pylist()
         return [lists[row] for row in self._first_rows]
 
@@ -136,9 +158,10 @@ def _read_part(path: Path) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:  # `pq.read_table` would import pyarrow.dataset first
             table = file.read()
-        for name, value in NOT_ADAPTIVE.items():
+        for name, value in DEFAULTS.items():
             if name not in table.column_names:
-                table = table.append_column(STEPS_SCHEMA.field(name), pa.array([value] * table.num_rows))
+                field = STEPS_SCHEMA.field(name)
+                table = table.append_column(field, pa.array([value] * table.num_rows, field.type))
         if "idle_bias" not in table.column_names and "idle" in table.column_names:  # format 1 had one list for both
             table = table.append_column("idle_bias", table.column("idle"))
         table = table.select(STEPS_SCHEMA.names)

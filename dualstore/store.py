@@ -286,7 +286,7 @@ class Store:
 
     def patterns(self, layer: Layer) -> Log:
         """The log of one layer's patterns. Raises DamagedError."""
-        return self._log(f"patterns/layer={layer.number}", pattern_columns(layer, self.info_file.dtype))
+        return self._log(f"patterns/layer={layer.number}", pattern_columns(layer, self.info_file.dtype, self.info_file.format))
 
     def index(self, layer: Layer) -> LayerIndex:
         """What the index knows of one layer's patterns: see `build_index`."""

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 from dualstore.part import Mark, PartWriter, sync_directory
 from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
 from dualstore.spool import Spool
-from dualstore.steps import STEPS_SCHEMA
+from dualstore.steps import DEFAULTS, STEPS_SCHEMA
 
 __all__ = ["SAMPLES_SCHEMA", "StoreWriter", "write_table", "write_whole"]
 
@@ -120,7 +120,9 @@ class StoreWriter:
             part = self._open.patterns.get(number) or self._part(self._open.patterns, "patterns", layer, pattern_columns)
             if number not in self._step.marks:
                 self._step.marks[number] = part.mark()
-            part.append({"step": np.full(len(x), self.last_step + 1, np.int32), **rows}, {"x": x, "e": e})
+            known = {"step": np.full(len(x), self.last_step + 1, np.int32), "slot": None, "duplicate": None, **rows}
+            filled = {name: np.zeros(len(x), np.int32) if values is None else values for name, values in known.items()}
+            part.append(filled, {"x": x, "e": e})
             self._step.rows[number] = self._step.rows.get(number, 0) + len(x)
         except BaseException:
             self._free_ballast()
@@ -140,7 +142,8 @@ class StoreWriter:
             self._open.planned_steps = self._plan()
         counts = [self._step.rows.get(layer.number, 0) for layer in self.info.layers]
         self.last_step += 1
-        self._open.steps += [{"step": self.last_step, "rows": counts, **group} for group in groups]
+        common = {**DEFAULTS, "step": self.last_step, "rows": counts}
+        self._open.steps += [{**common, **group} for group in groups]
         self._open.taken += 1
         self._step = _Step()
         late = time.monotonic() - self._flushed_at > self._flush_s

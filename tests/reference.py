@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from dualstore.schema import Layer, StoreInfo
-from dualstore.steps import NOT_ADAPTIVE
+from dualstore.steps import DEFAULTS
 from dualstore.writer import StoreWriter
 
 
@@ -91,7 +91,7 @@ def group_row(epoch: int) -> dict[str, Any]:
         "momentum": 0.0,
         "dampening": 0.0,
         "decay": 0.0,
-        **NOT_ADAPTIVE,
+        **DEFAULTS,
         "nesterov": False,
         "maximize": False,
         "clip": 1.0,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dualstore.coefficients import Coefficients, sgd_coefficients
 from dualstore.errors import DamagedError
 from dualstore.schema import Layer
-from dualstore.steps import NOT_ADAPTIVE, STEPS_SCHEMA, Steps
+from dualstore.steps import DEFAULTS, STEPS_SCHEMA, Steps
 
 Array = NDArray[np.float64]
 
@@ -58,7 +58,7 @@ class Course:
 
 def steps_of(rows: Sequence[dict[str, Any]], idle: Sequence[bool], *, groups: Sequence[int] = (0,)) -> Steps:
     """The steps log of these settings; `idle` says where LAYER was passed over."""
-    common = {"epoch": 0, "batch_size": 1, "loss": 0.0, "rows": [0, 0], **NOT_ADAPTIVE}
+    common = {"epoch": 0, "batch_size": 1, "loss": 0.0, "rows": [0, 0], **DEFAULTS}
     values = [
         {**common, "step": step, "group": group, "idle": [LAYER.number] if passed else [0], "idle_bias": [], **row}
         for step, (row, passed) in enumerate(zip(rows, idle, strict=True))
@@ -221,7 +221,7 @@ def test_weights_after_an_earlier_step_are_those_of_a_training_that_ended_there(
 
 
 def test_each_parameter_group_has_coefficients_of_its_own() -> None:
-    common = {"epoch": 0, "batch_size": 1, "loss": 0.0, "rows": [0], "idle": [], "idle_bias": [], **NOT_ADAPTIVE}
+    common = {"epoch": 0, "batch_size": 1, "loss": 0.0, "rows": [0], "idle": [], "idle_bias": [], **DEFAULTS}
     rows = [{**common, **PLAIN, "step": s, "group": g, "lr": 0.1 + g} for s in range(2) for g in (1, 0)]
     steps = Steps(pa.Table.from_pylist(rows, STEPS_SCHEMA).sort_by([("step", "ascending"), ("group", "ascending")]))
     np.testing.assert_allclose(sgd_coefficients(steps, LAYER, 0).c, [-0.1, -0.1])

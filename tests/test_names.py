@@ -108,7 +108,7 @@ def test_a_task_is_one_name_or_one_for_each_sample() -> None:
 
 def test_a_layer_called_once_with_one_row_a_sample_has_position_zero() -> None:
     assert columns_of(names([7, 8], [1, 0], "t"), (2, 5)) == [
-        {"sample_id": [7, 8], "position": [0, 0], "label": [1, 0], "task": [0, 0]}
+        {"sample_id": [7, 8], "position": [0, 0], "label": [1, 0], "task": [0, 0], "slot": [0, 1]}
     ]
 
 
@@ -137,12 +137,12 @@ def test_layers_do_not_share_their_positions() -> None:
 
 
 def test_a_single_sample_without_a_batch_dimension_is_one_row() -> None:
-    assert columns_of(names([7], [2]), (5,)) == [{"sample_id": [7], "position": [0], "label": [2], "task": [-1]}]
+    assert columns_of(names([7], [2]), (5,)) == [{"sample_id": [7], "position": [0], "label": [2], "task": [-1], "slot": [0]}]
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 3, 5)])
 def test_an_empty_batch_has_no_rows(shape: tuple[int, ...]) -> None:
-    assert columns_of(names([], []), shape) == [{"sample_id": [], "position": [], "label": [], "task": []}]
+    assert columns_of(names([], []), shape) == [{"sample_id": [], "position": [], "label": [], "task": [], "slot": []}]
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 2, 5), (5,)])

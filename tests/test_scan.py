@@ -91,7 +91,8 @@ def write_log(folder: Path, rows: Rows, cuts: Sequence[int] = (), group_rows: in
         for number, (a, b) in enumerate(pairwise([0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)])):
             if a < b:
                 part = PartWriter(folder / f"part-0-{number:06d}.parquet", columns)
-                part.append({name: getattr(rows, name)[a:b] for name in names}, {"x": rows.x[a:b], "e": rows.e[a:b]})
+                scalars = {name: getattr(rows, name, np.zeros(len(rows), np.int32))[a:b] for name in names}
+                part.append(scalars, {"x": rows.x[a:b], "e": rows.e[a:b]})
                 part.finish()
                 part.publish()
     return Log(sorted(folder.glob("*.parquet")), columns)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import dualstore
 from dualstore.errors import DamagedError, StoreError
-from dualstore.schema import FORMAT, Column, Layer, StoreInfo, pattern_columns, probe_columns
+from dualstore.schema import FORMAT, Column, Layer, Place, StoreInfo, pattern_columns, probe_columns
 
+SCALARS = ["step", "position", "sample_id", "label", "task", "slot", "duplicate"]
 LAYER = Layer(0, "fc1", "Linear", 784, 100, bias=True, weight_group=0, bias_group=1)
 INFO = StoreInfo(
     layers=(LAYER, replace(LAYER, number=3, name="fc2", d_in=100, d_out=10, bias=False, bias_group=-1)),
@@ -99,12 +100,36 @@ def test_layers_are_found_by_their_number() -> None:
 def test_the_columns_of_patterns_and_probes_have_the_widths_of_the_layer(dtype: str) -> None:
     patterns = pattern_columns(LAYER, dtype)
     probes = probe_columns(LAYER, dtype)
-    assert [column.name for column in patterns] == ["step", "position", "sample_id", "label", "task", "x", "e"]
+    assert [column.name for column in patterns] == [*SCALARS, "x", "e"]
     assert [column.name for column in probes] == ["test_id", "position", "step", "label", "task", "predicted", "x", "y", "g"]
     widths = [784, 100, 784, 100, 100]
     assert [(column.width, column.dtype) for column in (*patterns[-2:], *probes[-3:])] == [(width, dtype) for width in widths]
     assert {column.dtype for column in (*patterns[:-2], *probes[:-3])} == {"int32", "int64"}
     assert probe_columns(LAYER, dtype, 1) == probes[:-1]
+    assert pattern_columns(LAYER, dtype, 2) == (*patterns[:5], *patterns[-2:])
+
+
+def test_half_precision_has_a_scale_beside_errors_and_none_in_probes() -> None:
+    patterns = pattern_columns(LAYER, "float16")
+    assert [(column.name, column.dtype) for column in patterns[-3:]] == [("x", "float16"), ("scale", "float32"), ("e", "float16")]
+    assert probe_columns(LAYER, "float16") == probe_columns(LAYER, "float32")
+
+
+def test_tokens_stand_for_keys_and_errors_may_be_left_out() -> None:
+    tokens = replace(LAYER, keys="token", errors=False)
+    assert [column.name for column in pattern_columns(tokens, "float16")] == [*SCALARS, "token"]
+    assert [column.name for column in probe_columns(tokens, "float32")][-3:] == ["token", "y", "g"]
+
+
+def test_layers_come_back_with_the_places_of_their_weights(tmp_path: Path) -> None:
+    places = (Place("lstm.weight_hh_l0"), Place("lstm.weight_ih_l0", (4, 8), True))
+    layer = replace(LAYER, weight=places, biases=(Place("b_ih"), Place("b_hh")))
+    write(tmp_path, replace(INFO, layers=(layer,)).to_json())
+    (found,) = StoreInfo.read(tmp_path).layers
+    assert found == layer
+    assert (found.weight_places, found.bias_places) == (places, layer.biases)
+    assert (LAYER.weight_places, LAYER.bias_places) == ((Place("fc1.weight"),), (Place("fc1.bias"),))
+    assert replace(LAYER, bias=False).bias_places == ()
 
 
 def test_the_bytes_of_a_row_follow_from_type_and_width() -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dualstore.errors import DamagedError
-from dualstore.steps import NOT_ADAPTIVE, STEPS_SCHEMA, Steps
+from dualstore.steps import DEFAULTS, STEPS_SCHEMA, Steps
 from dualstore.writer import write_table
 
 
@@ -27,7 +27,7 @@ def row_of(step: int, group: int = 0, **changed: Any) -> dict[str, Any]:
         "momentum": 0.9,
         "dampening": 0.0,
         "decay": 1e-4 * group,
-        **NOT_ADAPTIVE,
+        **DEFAULTS,
         "nesterov": step % 2 == 0,
         "maximize": False,
         "clip": 1.0,
@@ -145,7 +145,7 @@ def test_the_settings_of_a_parameter_group_are_in_step_order(tmp_path: Path) -> 
     assert found["lr"].tolist() == [0.1 / (step + 1) + 1 for step in range(5)]
     assert found["nesterov"].tolist() == [True, False, True, False, True]
     assert [found[name].dtype.name for name in ("lr", "nesterov", "batch_size")] == ["float64", "bool", "int32"]
-    assert set(found) == set(STEPS_SCHEMA.names) - {"rows", "idle", "idle_bias"}
+    assert set(found) == set(STEPS_SCHEMA.names) - {"rows", "idle", "idle_bias", "rates"}
 
 
 def test_values_that_are_not_finite_come_back(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ def naming(path: Path, text: str = "") -> str:
 def test_a_part_of_format_1_has_no_columns_of_adaptive_optimisers(tmp_path: Path) -> None:
     path = tmp_path / "part-0-000000.parquet"
     table = table_of([row_of(0), row_of(1)])
-    pq.write_table(table.drop_columns([*NOT_ADAPTIVE, "idle_bias"]), path)
+    pq.write_table(table.drop_columns([*DEFAULTS, "idle_bias"]), path)
     assert Steps.read([path]).table.equals(table)
 
 
-@pytest.mark.parametrize("name", [name for name in STEPS_SCHEMA.names if name not in (*NOT_ADAPTIVE, "idle_bias")])
+@pytest.mark.parametrize("name", [name for name in STEPS_SCHEMA.names if name not in (*DEFAULTS, "idle_bias")])
 def test_a_part_that_lacks_a_column_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / "part-0-000000.parquet"
     pq.write_table(table_of([row_of(0)]).drop_columns([name]), path)

@@ -209,7 +209,7 @@ def test_a_step_under_way_at_the_end_is_dropped(tmp_path: Path) -> None:
 
 
 def test_parts_grow_by_doubling_up_to_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row_bytes = 24 + (300 + 2) * 4, 24 + (2 + 4) * 4
+    row_bytes = 32 + (300 + 2) * 4, 32 + (2 + 4) * 4
     step_bytes = 4 * sum(row_bytes)
     monkeypatch.setattr(writer, "FIRST_PART_BYTES", 2 * step_bytes)
     monkeypatch.setattr(writer, "LAYER_PART_BYTES", 16 * 4 * max(row_bytes))

@@ -49,6 +49,8 @@ class Names:
     ids: Int64[ndarray, " n"]
     labels: Int32[ndarray, "n ..."]
     tasks: Int32[ndarray, " n"]
+    first_slot: int = 0
+    """Samples of earlier batches of the same step: a row of the batch has its place among all of them."""
     calls: dict[int, int] = field(default_factory=dict)
     """Rows a sample that each layer has given so far: positions of a layer called again go on from there."""
     spread_columns: "dict[tuple[tuple[int, ...], int], dict[str, ndarray]]" = field(default_factory=dict)
@@ -102,6 +104,7 @@ class Claim:
             "position": np.tile(positions, len(names.ids)),
             "label": self.spread(names.labels),
             "task": np.repeat(names.tasks, each),
+            "slot": np.repeat(np.arange(names.first_slot, names.first_slot + len(names.ids), dtype=np.int32), each),
         }
 
     def spread(self, values: ndarray) -> ndarray:
