@@ -27,6 +27,8 @@ Status = Literal["recording", "interrupted", "complete"]
 
 NO_LABEL = -1
 """Label of a pattern, probe or sample that has none; also the task code and prediction of one without."""
+IGNORED = -100
+"""Label of a position that no loss counts, as losses of torch have it."""
 
 
 @dataclass(frozen=True)

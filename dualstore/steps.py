@@ -145,6 +145,11 @@ class Steps:
         """For each step number the share of the layer's patterns that was recorded."""
         return np.array([found[layer] if layer < len(found) else 1.0 for found in self._lists("rates")], np.float64)
 
+    def marks(self) -> tuple[Int64[ndarray, " s"], Int64[ndarray, " s"]]:
+        """For each step number the checksums of the weights and of the optimiser's state after it; -1 where not known."""
+        weights, state = (_numpy(self.table, name)[self._first_rows] for name in ("weights_crc", "state_crc"))
+        return weights, state
+
     def _lists(self, name: str) -> list[list[Any]]:
         lists = self.table.column(name).to_pylist()
         return [lists[row] for row in self._first_rows]

@@ -77,17 +77,20 @@ class StoreWriter:
     store can still be flushed: it then ends with the last complete step.
     """
 
-    def __init__(self, root: Path, info: StoreInfo, *, rank: int = 0, flush_s: float = 60.0) -> None:
+    def __init__(
+        self, root: Path, info: StoreInfo, *, rank: int = 0, flush_s: float = 60.0, last_step: int = -1, sequence: int = 0
+    ) -> None:
+        """Goes on after `last_step` with parts numbered from `sequence` where the store has something already."""
         self.root, self.info, self.rank = root, info, rank
         self._flush_s = flush_s
         self._flushed_at = time.monotonic()
-        self._sequence = 0
+        self._sequence = sequence
         self._open, self._step = _Flush(), _Step()
         self._publisher = ThreadPoolExecutor(1, "dualstore-publish")
         self._publishing: Future[None] | None = None
-        self.last_step = -1
+        self.last_step = last_step
         """The last step written whole."""
-        self.flushed_step = -1
+        self.flushed_step = last_step
         """The last step that a flush has made part of the store."""
         self._nonfinite = 0
         self._failed: BaseException | None = None
@@ -109,6 +112,10 @@ class StoreWriter:
     def nonfinite_rows(self) -> int:
         """Keys and errors with NaN or infinity written so far."""
         return self._nonfinite + sum(part.nonfinite_rows for part in self._open.patterns.values())
+
+    def row_bytes(self, layer: Layer) -> int:
+        """Bytes that one pattern of a layer takes."""
+        return _row_bytes(pattern_columns(layer, self.info.dtype))
 
     def add_patterns(self, layer: Layer, rows: Columns, x: NDArray[Any], e: NDArray[Any]) -> None:
         """Adds patterns of the step under way: sample_id, position, label and task of each, keys and errors.
@@ -222,7 +229,7 @@ class StoreWriter:
 
     def _plan(self) -> int:
         """How many steps like the one under way the open parts are meant to hold."""
-        row_bytes = {layer.number: _row_bytes(pattern_columns(layer, self.info.dtype)) for layer in self.info.layers}
+        row_bytes = {layer.number: self.row_bytes(layer) for layer in self.info.layers}
         sizes = {number: rows * row_bytes[number] for number, rows in self._step.rows.items()}
         if not sum(sizes.values()):
             return 1 << 20

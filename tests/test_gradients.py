@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import dualstore
-from dualstore.capture.gradients import Change, GradientWatch, common_factor
+from dualstore.capture.gradients import Change, GradientWatch, Matrix, common_factor
 from dualstore.errors import DualstoreWarning
+from dualstore.schema import Place
 
 torch.set_num_threads(1)
 EDITED = "gradients of parameter group 0 were changed before the step other than by one factor"
@@ -107,17 +108,18 @@ def test_gradients_that_are_zero_have_the_factor_one() -> None:
 
 def test_the_watch_sees_what_backward_left_and_what_is_there_now() -> None:
     layer = nn.Linear(100, 40)
-    watch = GradientWatch([layer.weight, layer.bias])
+    weight, bias = Matrix(layer.weight, Place("weight")), Matrix(layer.bias, Place("bias"))
+    watch = GradientWatch([weight, bias])
     layer(torch.ones(2, 100)).square().sum().backward()
     nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
-    factor, edited = common_factor([watch.change(layer.weight), watch.change(layer.bias)])
+    factor, edited = common_factor([watch.change(weight), watch.change(bias)])
     assert 0 < factor < 0.1
     assert not edited
-    watch.forget()
-    assert watch.change(layer.bias).before is None
+    watch.forget([weight, bias])
+    assert watch.change(bias).before is None
     watch.close()
     layer(torch.ones(2, 100)).sum().backward()
-    assert watch.change(layer.bias).before is None
+    assert watch.change(bias).before is None
 
 
 ZEROS: dict[str, Zero] = {

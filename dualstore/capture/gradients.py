@@ -6,7 +6,8 @@ anything else as a remainder. Copies stay on the parameter's device; comparing t
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Audit", "Change", "GradientWatch", "common_factor", "lost", "sample_of"]
+from dualstore.schema import Place
+
+__all__ = ["Audit", "Change", "GradientWatch", "Matrix", "common_factor", "lost", "sample_of"]
 
 _ROWS, _COLUMNS = 16, 32
 """Block of a weight's gradient that is compared; scattered elements would cost a cache miss each."""
@@ -33,8 +36,10 @@ Sample = NDArray[Any] | torch.Tensor
 class Change:
     """Some elements of one gradient as backward left them and as they are now; None where there is no gradient."""
 
-    def __init__(self, before: Sample | None, now: Sample | None) -> None:
-        self.before, self.now = before, now
+    def __init__(self, before: Sample | None, now: Sample | None, row: int | None = None, local: Sample | None = None) -> None:
+        """`row` is that of the gradient, where it is not the block that is looked at; `local` what this rank alone brought."""
+        self.before, self.now, self.row = before, now, row
+        self.local = before if local is None else local
 
     @property
     def known(self) -> bool:
@@ -75,18 +80,41 @@ def _wide(sample: Sample) -> NDArray[Any]:
     return plain.astype(np.float64, copy=False)
 
 
-class Audit:
-    """What the rows of a layer add up to in one step, at the elements of the weight's gradient that are watched."""
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A matrix, or a bias, among the parameters of a model."""
 
-    def __init__(self) -> None:
+    parameter: torch.Tensor
+    place: Place
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same place of the parameter itself, or of what has its shape: (rows, columns), or (rows,)."""
+        place, found = self.place, tensor.to_dense() if tensor.is_sparse else tensor
+        if place.rows is not None:
+            found = found[slice(*place.rows)]
+        if found.ndim > 2:
+            found = found.reshape(len(found), -1)
+        return found.t() if place.transposed else found
+
+
+class Audit:
+    """What the rows of a weight add up to in one step, at the elements of its gradient that are watched."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        """The weight's `shape`, (d_out, d_in)."""
+        self._shape, self._block = shape, _block(*shape)
         self._total: NDArray[Any] | float = 0.0
         self._size: NDArray[Any] | float = 0.0
         self._rounding = 0.0
 
-    def add(self, x: NDArray[Any], e: NDArray[Any], dtype: torch.dtype) -> None:
-        """Adds some rows, as they are stored; the layer multiplied in `dtype`."""
-        rows, columns = _block(e.shape[1], x.shape[1])
-        errors, keys = e[:, rows].T.astype(np.float64), x[:, columns].astype(np.float64)
+    def add(self, x: NDArray[Any], e: NDArray[Any], dtype: torch.dtype, *, turned: bool = False) -> None:
+        """Adds some rows, as they are stored; the layer multiplied in `dtype`.
+
+        Keys may be tokens. Where the layer has the weight the other way round (`turned`), keys and errors change places.
+        """
+        outer, inner = (x, e) if turned else (e, x)
+        errors = _columns(outer, self._block[0], self._shape[0]).T
+        keys = _columns(inner, self._block[1], self._shape[1])
         with np.errstate(over="ignore", invalid="ignore"):
             self._total = self._total + errors @ keys
             self._size = self._size + np.abs(errors) @ np.abs(keys)
@@ -95,10 +123,10 @@ class Audit:
 
     def left(self, change: Change) -> float:
         """The share of the gradient that the rows do not explain; 0 where that may be rounding or cannot be told."""
-        if change.before is None or not isinstance(self._total, np.ndarray) or not isinstance(self._size, np.ndarray):
+        if change.local is None or not isinstance(self._total, np.ndarray) or not isinstance(self._size, np.ndarray):
             return 0.0
-        found = _wide(change.before)
-        if found.size != self._total.size:
+        found = _wide(change.local)
+        if change.row is not None or found.size != self._total.size:
             return 0.0
         missing = float(np.linalg.norm(found - self._total.reshape(-1)))
         size = float(np.linalg.norm(found))
@@ -106,57 +134,101 @@ class Audit:
         return missing / size if size > 0 and missing > self._rounding * float(np.linalg.norm(self._size)) else 0.0
 
 
-class GradientWatch:
-    """Watches the gradients of some parameters from backward to step."""
+def _columns(values: NDArray[Any], some: slice, width: int) -> NDArray[np.float64]:
+    """Some columns of vectors, or of the unit vectors that tokens stand for."""
+    if values.ndim == 2:
+        return values[:, some].astype(np.float64)
+    chosen: NDArray[np.float64] = (values[:, None] == np.arange(width)[some]).astype(np.float64)
+    return chosen
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._before: dict[int, Sample] = {}
-        self._asked: set[int] = set()
-        """Parameters that a backward pass under way has been asked about."""
-        self._handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
+
+class GradientWatch:
+    """Watches the gradients of some matrices from backward to step."""
+
+    def __init__(self, matrices: Sequence[Matrix], *, averaged: bool = False) -> None:
+        """`averaged` says whether gradients become those of all ranks once a backward pass has ended."""
+        self._averaged, self._passing = averaged, set[Matrix]()
+        """The matrices whose gradients a backward pass under way has brought."""
+        self._local: dict[Matrix, Sample] = {}
+        self._before: dict[Matrix, tuple[Sample, int | None]] = {}
+        self._asked: set[Matrix] = set()
+        """Matrices that a backward pass under way has been asked about."""
+        of: dict[int, list[Matrix]] = {}
+        for matrix in matrices:
+            of.setdefault(id(matrix.parameter), []).append(matrix)
+        self._handles: list[RemovableHandle] = [
+            some[0].parameter.register_post_accumulate_grad_hook(partial(self._accumulated, some)) for some in of.values()
+        ]
 
     def close(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def change(self, parameter: torch.Tensor) -> Change:
+    def change(self, matrix: Matrix) -> Change:
         """What became of a gradient since backward."""
-        before = self._before.get(id(parameter))
-        if parameter.grad is None:
-            return Change(before, None)
-        return Change(before, sample_of(parameter.grad, whole=before is not None and len(before) == parameter.numel()))
+        before, row = self._before.get(matrix, (None, None))
+        gradient = matrix.parameter.grad
+        now = None if gradient is None else sample_of(matrix.of(gradient), row)
+        return Change(before, now, row, self._local.get(matrix))
 
-    def begins(self, parameter: torch.Tensor) -> bool:
+    def begins(self, matrix: Matrix) -> bool:
         """Whether an error that arrives now belongs to another backward pass than the gradient that is there.
 
         True once for each pass.
         """
-        if id(parameter) not in self._before or id(parameter) in self._asked:
+        if matrix not in self._before or matrix in self._asked:
             return False
-        self._asked.add(id(parameter))
+        self._asked.add(matrix)
         return True
 
-    def forget(self) -> None:
-        """Forgets all samples, once the step has used the gradients."""
-        self._before.clear()
-        self._asked.clear()
+    def forget(self, matrices: Sequence[Matrix]) -> None:
+        """Forgets the samples of some matrices, once a step has used their gradients."""
+        for matrix in matrices:
+            self._before.pop(matrix, None)
+            self._local.pop(matrix, None)
+            self._asked.discard(matrix)
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        self._asked.discard(id(parameter))
-        if parameter.grad is not None:
-            before = sample_of(parameter.grad)
-            # Sparse inputs may leave the block without a gradient; then all of it is compared.
-            self._before[id(parameter)] = before if before.any() else sample_of(parameter.grad, whole=True)
+    def _accumulated(self, matrices: Sequence[Matrix], parameter: torch.Tensor) -> None:
+        self._asked.difference_update(matrices)
+        if parameter.grad is None:
+            return
+        for matrix in matrices:
+            gradient = matrix.of(parameter.grad)
+            before, row = sample_of(gradient), None
+            if gradient.ndim == 2 and not before.any():
+                # Sparse inputs may leave the block without a gradient; then the largest row is compared.
+                row = int(gradient.detach().abs().amax(1).argmax())
+                before = sample_of(gradient, row)
+            self._before[matrix] = before, row
+        if self._averaged:
+            self._await_average(matrices)
+
+    def _await_average(self, matrices: Sequence[Matrix]) -> None:
+        """What other ranks add arrives at the end of the pass: DistributedDataParallel waits for it in a callback of its own."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        if not self._passing:
+            # A callback that is made by another one comes after all that are there.
+            engine.queue_callback(lambda: engine.queue_callback(self._see_average))
+        self._passing.update(matrices)
+        self._local |= {matrix: self._before[matrix][0] for matrix in matrices}
+
+    def _see_average(self) -> None:
+        for matrix in self._passing:
+            gradient = matrix.parameter.grad
+            if gradient is not None:
+                row = self._before[matrix][1]
+                self._before[matrix] = sample_of(matrix.of(gradient), row), row
+        self._passing.clear()
 
 
-def sample_of(gradient: torch.Tensor, *, whole: bool = False) -> Sample:
-    """A copy of a bias's gradient, or of a block of rows in the middle of a weight's; or of the parameter itself."""
+def sample_of(gradient: torch.Tensor, row: int | None = None) -> Sample:
+    """A copy of a bias's gradient, or of a block of rows in the middle of a weight's, or of one row; or of the parameter itself."""
     seen: Any = gradient.detach() if gradient.requires_grad else gradient
     if gradient.dtype in _SEEN and gradient.is_cpu:
         seen = seen.numpy()
-    if not whole and seen.ndim == 2:
-        seen = seen[_block(*seen.shape)]
+    if seen.ndim == 2:
+        seen = seen[_block(*seen.shape)] if row is None else seen[row]
     copied: Sample = seen.flatten() if isinstance(seen, np.ndarray) else seen.reshape(-1).clone()
     return copied
 

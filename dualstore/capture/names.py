@@ -9,18 +9,22 @@ import numpy as np
 import torch
 from numpy import ndarray
 
+from dualstore.capture.notes import Notes
 from dualstore.errors import RecordError
 from dualstore.schema import NO_LABEL
 from dualstore.shapes import Int32, Int64
 
-__all__ = ["Claim", "EpochCounter", "Names", "TaskCodes"]
+__all__ = ["AnyClaim", "Claim", "EpochCounter", "Names", "Sampled", "Scattered", "TaskCodes"]
+
+NO_ID = -1
+"""Id of a sample that was given none."""
 
 
 class TaskCodes:
     """Task names in order of appearance; a row stores the index."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = list(names)
 
     def codes(self, task: Any, size: int, where: str) -> Int32[ndarray, " n"]:
         """The code of each of `size` rows; -1 without a task."""
@@ -53,31 +57,61 @@ class Names:
     """Samples of earlier batches of the same step: a row of the batch has its place among all of them."""
     calls: dict[int, int] = field(default_factory=dict)
     """Rows a sample that each layer has given so far: positions of a layer called again go on from there."""
+    duplicates: Int32[ndarray, " n"] | None = None
+    """1 for samples that a sampler took again to fill up."""
     spread_columns: "dict[tuple[tuple[int, ...], int], dict[str, ndarray]]" = field(default_factory=dict)
     """`Claim.columns` by shape and first position: layers of one batch mostly share them."""
+    labelled: bool = False
+    """Whether labels of positions have found a layer with these positions."""
 
     @classmethod
     def check(cls, where: str, ids: Any, labels: Any, task: Any, codes: TaskCodes) -> "Names":
-        """Raises RecordError where ids or labels are not whole numbers or their lengths differ."""
-        found = whole_numbers(ids, where, "ids")
+        """Missing ids are -1. Raises RecordError where ids or labels are not whole numbers or their lengths differ."""
+        if ids is None and labels is None:
+            raise RecordError(f"{where}: expected ids of the samples, or their labels at least, found neither")
+        found = np.full(len(labels), NO_ID) if ids is None else whole_numbers(ids, where, "ids")
         if found.ndim != 1:
             raise RecordError(f"{where}: expected one id a sample, found an array of shape {found.shape}")
         return cls(where, found, labels_of(labels, len(found), where), codes.codes(task, len(found), where))
 
-    def claim(self, layer: int, name: str, shape: Sequence[int]) -> "Claim":
-        """The rows of one call of a layer with an input of `shape` (n, ..., d).
+    def claim(self, layer: int, name: str, leading: Sequence[int]) -> "Claim":
+        """The rows of one call of a layer, whose samples and positions are `leading`, (n, ...).
 
         Raises RecordError where the first dimension is not n.
         """
-        leading = tuple(shape[:-1]) or (1,)
+        leading = tuple(leading)
         if leading[0] != len(self.ids):
             raise RecordError(
                 f"layer {name!r}: expected an input of {len(self.ids)} samples, one for each id of {self.where}, "
-                f"found shape {tuple(shape)}; give one id for each row of the batch"
+                f"found samples and positions {leading}; give one id for each row of the batch"
             )
         first = self.calls.get(layer, 0)
         self.calls[layer] = first + math.prod(leading[1:])
         return Claim(self, leading, first)
+
+    def claim_scattered(
+        self, layer: int, name: str, samples: Int64[ndarray, " r"], positions: Int64[ndarray, " r"], count: int
+    ) -> "Scattered":
+        """Rows of a call whose `count` samples are of different lengths: place in the batch and position of each.
+
+        Raises RecordError where there are not n samples.
+        """
+        if count != len(self.ids):
+            raise RecordError(
+                f"layer {name!r}: expected {len(self.ids)} sequences, one for each id of {self.where}, found {count}; "
+                "give one id for each"
+            )
+        first = self.calls.get(layer, 0)
+        self.calls[layer] = first + int(positions.max(initial=-1)) + 1
+        return Scattered(self, samples, positions, first)
+
+    def check_labels(self, notes: Notes) -> None:
+        """Notes labels of positions that no layer has."""
+        if self.labels.ndim > 1 and not self.labelled and self.spread_columns:
+            notes.notice(
+                f"{self.where}: labels of shape {self.labels.shape} fit the positions of no layer; the first of each sample "
+                "is taken"
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +123,20 @@ class Claim:
     first: int
     """Position of each sample's first row."""
 
+    @property
+    def each(self) -> int:
+        """Rows of every sample."""
+        return math.prod(self.leading[1:])
+
+    @property
+    def rows(self) -> int:
+        """All of them."""
+        return math.prod(self.leading)
+
+    def fits(self, values: ndarray) -> bool:
+        """Whether values are one a row, or one a sample."""
+        return values.shape in (self.leading, self.leading[:1])
+
     def columns(self) -> dict[str, ndarray]:
         """sample_id, position, label and task of each row; shared, not to be changed."""
         key = (self.leading, self.first)
@@ -97,7 +145,8 @@ class Claim:
         return self.names.spread_columns[key]
 
     def _spread_all(self) -> dict[str, ndarray]:
-        names, each = self.names, math.prod(self.leading[1:])
+        names, each = self.names, self.each
+        again = {} if names.duplicates is None else {"duplicate": np.repeat(names.duplicates, each)}
         positions = np.arange(self.first, self.first + each, dtype=np.int32)
         return {
             "sample_id": np.repeat(names.ids, each),
@@ -105,14 +154,62 @@ class Claim:
             "label": self.spread(names.labels),
             "task": np.repeat(names.tasks, each),
             "slot": np.repeat(np.arange(names.first_slot, names.first_slot + len(names.ids), dtype=np.int32), each),
+            **again,
         }
 
     def spread(self, values: ndarray) -> ndarray:
         """Values a sample (n,), or a position (n, ...), for each row."""
         if values.shape == self.leading:
+            self.names.labelled = True
             return values.reshape(-1)
         first: Any = (slice(None), *[0] * (values.ndim - 1))
-        return np.repeat(values[first], math.prod(self.leading[1:]))
+        return np.repeat(values[first], self.each)
+
+
+@dataclass(slots=True, eq=False)
+class Scattered:
+    """The rows of one call where samples are of different lengths."""
+
+    names: Names
+    samples: Int64[ndarray, " r"]
+    positions: Int64[ndarray, " r"]
+    first: int
+    each: int = 1
+    """Rows have no positions in common."""
+
+    @property
+    def rows(self) -> int:
+        """All of them."""
+        return len(self.samples)
+
+    def fits(self, values: ndarray) -> bool:
+        """Whether values are one a position, or one a sample."""
+        return values.ndim <= 2
+
+    def columns(self) -> dict[str, ndarray]:
+        """As of `Claim`."""
+        names = self.names
+        again = {} if names.duplicates is None else {"duplicate": names.duplicates[self.samples]}
+        return {
+            "sample_id": names.ids[self.samples],
+            "position": (self.first + self.positions).astype(np.int32),
+            "label": self.spread(names.labels),
+            "task": names.tasks[self.samples],
+            "slot": (names.first_slot + self.samples).astype(np.int32),
+            **again,
+        }
+
+    def spread(self, values: ndarray) -> ndarray:
+        """Values a sample (n,), or a position (n, positions), for each row."""
+        first: Any = (self.samples, *[0] * (values.ndim - 1))
+        if values.ndim == 2 and values.shape[1] > self.positions.max(initial=-1):
+            self.names.labelled = True
+            first = (self.samples, self.positions)
+        found: ndarray = values[first]
+        return found
+
+
+AnyClaim = Claim | Scattered
 
 
 class EpochCounter:
@@ -148,6 +245,13 @@ class EpochCounter:
         self._seen[ids] = True
         return self.epoch
 
+    def note(self, ids: Int64[ndarray, " n"]) -> None:
+        """Takes ids that the epoch has seen before the counting began."""
+        kept = ids[(ids >= 0) & (ids < self.LARGEST)]
+        if len(kept) and kept.max() >= len(self._seen):
+            self._seen = np.append(self._seen, np.zeros(int(kept.max()) + 1 - len(self._seen), bool))
+        self._seen[kept] = True
+
     def _grow(self, ids: Int64[ndarray, " n"]) -> int:
         if ids.max() >= self.LARGEST:
             return self.epoch
@@ -155,6 +259,25 @@ class EpochCounter:
         grown[: len(self._seen)] = self._seen
         self._seen = grown
         return self.see(ids)
+
+
+class Sampled:
+    """Tells which samples a torch DistributedSampler takes again, so that all ranks get equally many."""
+
+    def __init__(self, sampler: Any) -> None:
+        """Raises RecordError where the sampler is of another kind."""
+        try:
+            self._ranks, self._rank = int(sampler.num_replicas), int(sampler.rank)
+            self._size, self._each = len(sampler.dataset), int(sampler.num_samples)
+        except (AttributeError, TypeError) as error:
+            raise RecordError(f"sampler: expected a torch DistributedSampler, found {type(sampler).__name__}") from error
+        self._seen = 0
+
+    def next(self, count: int) -> Int32[ndarray, " n"]:
+        """1 for those of the next `count` samples of this rank that another one has already."""
+        place = (self._seen + np.arange(count)) % self._each
+        self._seen += count
+        return (place * self._ranks + self._rank >= self._size).astype(np.int32)
 
 
 def _is_text(name: str) -> bool:

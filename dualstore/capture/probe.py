@@ -1,18 +1,18 @@
 """One probe: the inputs and outputs of the layers for some test examples, and the gradients of their losses."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dualstore.capture.names import Claim, Names, labels_of
+from dualstore.capture.names import AnyClaim, Names, labels_of
+from dualstore.capture.taps import Rows, Tap, keys_of, vectors_of
 from dualstore.errors import RecordError
 from dualstore.schema import NO_LABEL, Layer
 
-__all__ = ["Probe", "source_of", "vectors_of"]
+__all__ = ["Probe", "source_of"]
 
 _Vectors = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
@@ -21,25 +21,32 @@ class Probe:
     """Layer inputs and outputs of one `probe()` context."""
 
     def __init__(self, names: Names, predicted: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
-        self._names, self._loss = names, loss
+        self.names, self._loss = names, loss
         self._given = None if predicted is None else labels_of(predicted, len(names.ids), "probe(): predicted")
         self._output: torch.Tensor | None = None
         self._outcome: Any = None
         """The model's output as it gave it."""
-        self._seen: list[tuple[Layer, Claim, torch.Tensor, torch.Tensor]] = []
-        self._gradients: dict[int, torch.Tensor] = {}
-        """By place in `_seen`."""
+        self._seen: list[_Seen] = []
 
-    def see(self, layer: Layer, x: torch.Tensor, output: torch.Tensor) -> None:
-        """Takes one call of a recorded layer."""
-        claim = self._names.claim(layer.number, layer.name, x.shape)
+    def see(self, tap: Tap, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Takes one call of recorded layers."""
         # Copies: a layer that works in place after this one would change them.
+        x, y = x.detach().clone(), output.detach().clone()
+        leading = tap.leading(x, y)
+        claims = [self.names.claim(layer.number, layer.name, leading) for layer in tap.layers]
+        seen = self.see_rows(tap.layers, claims, tap.rows(x, y))
         if self._loss is not None and output.requires_grad:
-            source_of(output).register_hook(partial(self._see_gradient, len(self._seen)))
-        self._seen.append((layer, claim, x.detach().clone(), output.detach().clone()))
+            source_of(output).register_hook(lambda gradient: seen.take([g for _, g in tap.rows(x, gradient.detach().clone())]))
 
-    def _see_gradient(self, place: int, gradient: torch.Tensor) -> None:
-        self._gradients[place] = gradient.detach().clone()
+    def see_rows(self, layers: Sequence[Layer], claims: Sequence[AnyClaim], rows: Sequence[Rows]) -> "_Seen":
+        """Takes keys and outputs of layers; their gradients may follow."""
+        self._seen.append(_Seen(layers, claims, rows))
+        return self._seen[-1]
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether a loss was given."""
+        return self._loss is not None
 
     def see_output(self, output: Any) -> None:
         """Takes what the model gave."""
@@ -58,11 +65,11 @@ class Probe:
             raise RecordError("probe(): loss: expected a call of the model itself inside `with rec.probe(...):`, found none")
         with torch.enable_grad():
             losses: Any = self._loss(self._outcome)
-            if not isinstance(losses, torch.Tensor) or losses.shape != (len(self._names.ids),) or not losses.requires_grad:
+            if not isinstance(losses, torch.Tensor) or losses.shape != (len(self.names.ids),) or not losses.requires_grad:
                 what = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
                 what += " that does not depend on the weights" if getattr(losses, "requires_grad", True) is False else ""
                 raise RecordError(
-                    f"probe(): loss: expected {len(self._names.ids)} losses, one for each id, found {what}; "
+                    f"probe(): loss: expected {len(self.names.ids)} losses, one for each id, found {what}; "
                     'losses of torch give them with reduction="none"'
                 )
             torch.autograd.grad(losses.sum(), weights, allow_unused=True)
@@ -72,35 +79,44 @@ class Probe:
         """Scalar columns, x, y and g of each layer; g is NaN where no loss was given or none depends on the layer."""
         if not self._seen:
             raise RecordError("probe(): no recorded layer was called; call the model inside `with rec.probe(...):`")
+        dtype = "float32" if dtype == "float16" else dtype
         found: dict[int, list[dict[str, NDArray[Any]]]] = {}
-        for place, (layer, claim, x, y) in enumerate(self._seen):
-            g = self._gradients.get(place, torch.full_like(y, float("nan")))
-            columns = dict(claim.columns())
-            ids = columns.pop("sample_id")
-            rows = {"test_id": ids, **columns, "step": np.full(len(ids), step, np.int32), "predicted": self._predicted(claim)}
-            rows |= {name: vectors_of(tensor, dtype) for name, tensor in (("x", x), ("y", y), ("g", g))}
-            found.setdefault(layer.number, []).append(rows)
+        for seen in self._seen:
+            for layer, claim, (x, y), g in seen.each():
+                columns = dict(claim.columns())
+                ids = columns.pop("sample_id")
+                rows = {"test_id": ids, **columns, "step": np.full(len(ids), step, np.int32), "predicted": self._predicted(claim)}
+                rows |= {"x": keys_of(x, layer, dtype), "y": vectors_of(y, dtype), "g": vectors_of(g, dtype)}
+                found.setdefault(layer.number, []).append(rows)
         joined = {n: {name: np.concatenate([p[name] for p in pieces]) for name in pieces[0]} for n, pieces in found.items()}
         return {n: (columns, columns.pop("x"), columns.pop("y"), columns.pop("g")) for n, columns in joined.items()}
 
-    def _predicted(self, claim: Claim) -> NDArray[Any]:
+    def _predicted(self, claim: AnyClaim) -> NDArray[Any]:
         values = self._given
-        if values is None and self._output is not None and len(self._output) == len(self._names.ids):
+        if values is None and self._output is not None and len(self._output) == len(self.names.ids):
             values = self._output.argmax(-1).cpu().numpy().astype(np.int32)
-        if values is None or values.shape not in (claim.leading, claim.leading[:1]):
-            return np.full(int(np.prod(claim.leading)), NO_LABEL, np.int32)
+        if values is None or not claim.fits(values):
+            return np.full(claim.rows, NO_LABEL, np.int32)
         return claim.spread(values)
+
+
+class _Seen:
+    """Layers that were called together: whose rows, keys and outputs, and the gradients once they are known."""
+
+    def __init__(self, layers: Sequence[Layer], claims: Sequence[AnyClaim], rows: Sequence[Rows]) -> None:
+        self._layers, self._claims, self._rows = layers, claims, rows
+        self._gradients = [torch.full_like(y, float("nan")) for _, y in rows]
+
+    def take(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Takes the gradient at each layer's output."""
+        self._gradients = list(gradients)
+
+    def each(self) -> Iterator[tuple[Layer, AnyClaim, Rows, torch.Tensor]]:
+        """Layer, claim, keys and outputs, gradients."""
+        return zip(self._layers, self._claims, self._rows, self._gradients, strict=True)
 
 
 def source_of(output: torch.Tensor) -> torch.Tensor:
     """The tensor whose gradient is that of a layer's output, also where operations in place follow."""
     base = output._base  # of a view, an operation in place moves the history to its base
     return base if base is not None and base.numel() == output.numel() and base.requires_grad else output
-
-
-def vectors_of(tensor: torch.Tensor, dtype: str) -> NDArray[Any]:
-    """(rows, width) of the store's type; the tensor's own memory where it already is that."""
-    if tensor.ndim == 2 and tensor.device.type == "cpu" and tensor.is_contiguous() and str(tensor.dtype) == f"torch.{dtype}":
-        return tensor.detach().numpy()  # nothing to be done, and four calls fewer
-    plain = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu", getattr(torch, dtype)).contiguous()
-    return plain.numpy()

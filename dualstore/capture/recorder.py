@@ -1,29 +1,39 @@
 """The recorder: hooks that take a layer's input on the way forward and its error on the way back, step by step."""
 
-import shutil
-import warnings
-from collections import deque
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from dualstore.capture.background import Background, Inline
-from dualstore.capture.gradients import Audit, Change, GradientWatch, common_factor, lost, sample_of
-from dualstore.capture.layers import Found, find_layers
-from dualstore.capture.names import Claim, EpochCounter, Names, TaskCodes
+from dualstore.capture.choice import Choice
+from dualstore.capture.estimate import Estimate
+from dualstore.capture.functional import LinearWatch, Use, slow_path
+from dualstore.capture.gradients import Change, GradientWatch
+from dualstore.capture.layers import Chosen, Found, Recorded, find_layers
+from dualstore.capture.names import AnyClaim, EpochCounter, Names, Sampled, TaskCodes
+from dualstore.capture.notes import Notes, warn
+from dualstore.capture.optimizers import Mark, is_exact, named
 from dualstore.capture.payload import encode_payloads
-from dualstore.capture.probe import Probe, source_of, vectors_of
-from dualstore.errors import DualstoreWarning, RecordError, StoreError
+from dualstore.capture.probe import Probe, source_of
+from dualstore.capture.ranks import unwrapped
+from dualstore.capture.recurrent import Recurrent, Rerun
+from dualstore.capture.resume import ids_of_last_epoch, resumed
+from dualstore.capture.sequences import SequenceCall
+from dualstore.capture.settings import Settings
+from dualstore.capture.start import new_store, tensors_of
+from dualstore.capture.stepping import Stepper
+from dualstore.capture.taps import ProjectionTap, Tap
+from dualstore.capture.writing import Batch, Call, Writing
+from dualstore.errors import RecordError, StoreError
 from dualstore.schema import Layer, Status, StoreInfo
 from dualstore.store import open_store
 from dualstore.writer import SAMPLES_SCHEMA, StoreWriter
@@ -31,62 +41,49 @@ from dualstore.writer import SAMPLES_SCHEMA, StoreWriter
 __all__ = ["Recorder", "record"]
 
 QUEUE_BYTES = 64 << 20
-_EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad)
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """What `Recorder.batch` gives: set `loss` to have it noted with the step."""
-
-    names: Names
-    epoch: int
-    loss: Any = float("nan")
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a layer in training: its input, and whose rows they are."""
-
-    layer: Layer
-    batch: Batch
-    claim: Claim
-    x: torch.Tensor
-    version: int
-
-
-@dataclass(slots=True)
-class _Taken:
-    """What the optimiser was about to do when its step began."""
-
-    groups: list[dict[str, Any]]
-    changes: list[list[Change]]
-    """For each layer, what became of its watched gradients."""
-    idle: list[int]
-    idle_bias: list[int]
-    epoch: int
-    scale: Any
-    """By what a fused optimiser divides the gradients itself, for GradScaler; None where it does not."""
+_OPEN: "WeakSet[nn.Module]" = WeakSet()
+"""Models that are being recorded."""
 
 
 def record(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     path: str | Path,
     *,
+    layers: Chosen = None,
+    keys_only: bool = False,
     dtype: str = "float32",
+    share: float | Mapping[str, float] = 1.0,
+    every: int = 1,
+    positions: Sequence[int] | None = None,
+    seed: int = 0,
+    max_bytes: int | None = None,
+    sampler: Any = None,
+    resume: bool = False,
     queue_bytes: int | None = None,
     flush_s: float = 60.0,
     index: bool = True,
     audit_every: int = 50,
     maker: str = "",
 ) -> "Recorder":
-    """Starts recording the training of `model` by `optimizer` into a new store at `path`.
+    """Starts recording the training of `model` by `optimizer`, one or several, into a new store at `path`.
 
-    Every nn.Linear that the optimiser trains is recorded: one pattern for each row of its input that gets an error.
-    Training stays bit-identical. Use it as a context manager, or call `close()` at the end.
+    Recorded is every linear map that is trained: nn.Linear, Conv1D of transformers, convolutions, nn.Embedding, nn.LSTM, nn.GRU
+    and the projections of nn.MultiheadAttention: one pattern for each row of its input that gets an error. Training stays
+    bit-identical. Use it as a context manager, or call `close()` at the end.
 
     Args:
-        dtype: of stored keys and errors, "float32" or "float64".
+        layers: which, by names of modules or layers with * and ?, or types of modules; by default all of them.
+        keys_only: leave out the errors: attention can be asked, values cannot.
+        dtype: of stored keys and errors, "float32", "float64" or "float16", in which errors have a scale of their own each.
+        share: of the patterns, drawn at random; one number, or by names of layers.
+        every: record one step in so many. With this or a `share`, totals are estimates and weights cannot be rebuilt.
+        positions: of longer inputs the places to record, [-1] for the last one.
+        seed: of the draw.
+        max_bytes: stop recording, training goes on, before the store's patterns take more.
+        sampler: the torch DistributedSampler, to have samples marked that it takes twice to fill up.
+        resume: go on with the store at `path` from a checkpoint that `model` and `optimizer` have loaded. The step it was
+            saved after is found by the weights; later steps that the store has are forgotten.
         queue_bytes: bound of the memory held by steps that wait to be written on a thread of their own; training waits
             beyond it. 0 writes them on the training thread. By default 64 MiB for a model on an accelerator and 0 for one
             on the CPU, whose cores are busy anyway (bench/recording_overhead.py).
@@ -97,109 +94,99 @@ def record(
             noted in the store. 0 for never.
         maker: noted in store.json as what wrote the store.
 
-    Raises RecordError where `path` is not empty, nothing is to be recorded, or an argument is wrong.
+    Raises RecordError where `path` is not empty (or, to resume, holds no store that fits), nothing is to be recorded, or an
+    argument is wrong.
     """
-    return Recorder(
-        model,
-        optimizer,
-        Path(path),
-        dtype=dtype,
-        queue_bytes=queue_bytes,
-        flush_s=flush_s,
-        index=index,
-        audit_every=audit_every,
-        maker=maker,
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    settings = Settings(
+        layers,
+        keys_only,
+        dtype,
+        share,
+        every,
+        positions,
+        seed,
+        max_bytes,
+        sampler,
+        resume,
+        queue_bytes,
+        flush_s,
+        index,
+        audit_every,
+        maker,
     )
+    return Recorder(model, optimizers, Path(path), settings)
 
 
 class Recorder:
     """A recording under way; made by `dualstore.record`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        path: Path,
-        *,
-        dtype: str,
-        queue_bytes: int | None,
-        flush_s: float,
-        index: bool,
-        audit_every: int,
-        maker: str,
-    ) -> None:
-        if dtype not in ("float32", "float64"):
-            raise RecordError(f"dtype: expected 'float32' or 'float64', found {dtype!r}")
-        for name, value, kinds in (
-            ("flush_s", flush_s, (int, float)),
-            ("queue_bytes", queue_bytes or 0, int),
-            ("audit_every", audit_every, int),
-            ("maker", maker, str),
-        ):
-            if not isinstance(value, kinds) or value != value:
-                raise RecordError(f"{name}: expected a {'text' if kinds is str else 'number'}, found {value!r}")
-        if audit_every < 0:
-            raise RecordError(f"audit_every: expected 0 or more steps, found {audit_every}")
-        found = find_layers(model, optimizer)
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], path: Path, settings: Settings) -> None:
+        settings.check()
+        self._rank, self._ranks, self._model = unwrapped(model)
+        if self._model in _OPEN:
+            raise RecordError("record: this model is being recorded already; close that recording first")
+        self._optimizers, self._settings = optimizers, settings
+        found = self._found = find_layers(self._model, optimizers, settings.layers, errors=not settings.keys_only)
         if not found.layers:
-            raise RecordError("record: expected a model with at least one nn.Linear that the optimiser trains, found none")
+            raise RecordError("record: expected a model with at least one linear layer that the optimiser trains, found none")
+        choices = [Choice.of(layer, settings.share, settings.every, settings.positions) for layer in found.layers]
+        self._sampled = None if settings.sampler is None else Sampled(settings.sampler)
         _warn_unrecorded(found)
-        self._model, self._optimizer, self._found = model, optimizer, found
-        self._dtype, self._index = dtype, index
-        self._weights = {number: modules[0].weight for number, modules in found.modules.items()}
-        info = StoreInfo(
-            layers=found.layers,
-            dtype=dtype,
-            optimizer=type(optimizer).__name__,
-            exact=type(optimizer) in _EXACT,
-            unrecorded=found.unrecorded,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            maker=maker,
-        )
-        self._writer = _new_store(path, info, self._tensors(with_buffers=True), flush_s)
+        self._epochs = EpochCounter()
+        writer = self._start(path)
+        self._tasks = TaskCodes(writer.info.tasks)
+        self._notes = Notes(writer.info.problems)
+        self._writing = Writing(writer, found, choices, self._notes, ranks=self._ranks, seed=settings.seed)
+        queue_bytes = settings.queue_bytes
         if queue_bytes is None:
-            queue_bytes = 0 if all(weight.device.type == "cpu" for weight in self._weights.values()) else QUEUE_BYTES
+            on_cpu = all(matrix.parameter.is_cpu for recorded in found.recorded for matrix in recorded.weights)
+            queue_bytes = 0 if on_cpu else QUEUE_BYTES
         self._background = Background(queue_bytes) if queue_bytes else Inline()
-        self._tasks, self._epochs = TaskCodes(), EpochCounter()
         self._batch: Batch | None = None
         self._probe: Probe | None = None
+        self._slots = 0
+        """Samples of the step under way."""
         self._step_begun = False
         """Whether errors have arrived since the last step."""
-        self._batches: dict[int, list[Batch]] = {layer.number: [] for layer in found.layers}
-        """The batches that each layer has rows of in the step under way; used where rows are written."""
-        self._taken: _Taken | None = None
-        self._audit_every = audit_every
-        self._audits: dict[int, Audit] = {}
-        """Of the layers in the step under way, where it is one to be audited; used where rows are written."""
-        self._known = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        self._counted: dict[int, int] | None = None
+        """Rows of each layer, while they are only counted."""
         self._differentiating = False
         """Whether a forward pass may be recomputed for the loss of a probe, whose layers were seen already."""
-        self._left_by_step: dict[int, Any] = {}
-        """Some elements of each weight as the optimiser left them at the last audited step."""
-        self._problems: list[str] = []
-        self._noted: set[Any] = set()
-        self._notices: deque[str] = deque()
-        self._nonfinite_seen = False
-        self._closed = False
-        self.steps = 0
+        self._closed = self._stopped = False
+        self.steps = writer.last_step + 1
         """Optimiser steps taken so far."""
-        self._watched = [self._watched_of(layer) for layer in found.layers]
-        for layer in found.layers:
-            biases = {id(module.bias) for module in found.modules[layer.number] if module.bias is not None}
-            if len(biases) > 1:
-                self._problem(
-                    f"layer {layer.name!r}: modules that share its weight have biases of their own; its bias will not be exact"
-                )
-        self._watch = GradientWatch([p for some in self._watched for p in some])
-        self._handles = self._hook()
+        for name in found.mixed:
+            self._notes.problem(
+                f"layer {name!r}: modules that share its weight have biases of their own; its bias will not be exact"
+            )
+        if settings.positions is not None:
+            self._notes.problem(
+                f"only the positions {list(settings.positions)} of longer inputs are recorded; values are not complete"
+            )
+        watched = [matrix for recorded in found.recorded for matrix in recorded.watched]
+        self._watch = GradientWatch(watched, averaged=self._ranks > 1)
+        self._stepper = Stepper(
+            self._model,
+            found,
+            optimizers,
+            self._watch,
+            self._notes,
+            end=self._end_step,
+            skip=self._skip_step,
+            audited=lambda: self._audited,
+        )
+        self._hooks = self._hook()
+        _OPEN.add(self._model)
 
     @contextmanager
-    def batch(self, sample_id: Any, label: Any = None, task: Any = None, epoch: int | None = None) -> Iterator[Batch]:
+    def batch(self, sample_id: Any = None, label: Any = None, task: Any = None, epoch: int | None = None) -> Iterator[Batch]:
         """Names the samples of one batch while the model runs on it; put forward and backward inside.
 
         Args:
-            sample_id: (n,) whole numbers, one for each row of the batch.
-            label: (n,) whole numbers, or (n, ...) with one for each position; none are stored as -1.
+            sample_id: (n,) whole numbers, one for each row of the batch; stored as -1 where there are labels only.
+            label: (n,) whole numbers, or (n, ...) with one for each position; none are stored as -1. A position with the label
+                -100, which losses of torch ignore, is stored where an error reaches it all the same.
             task: one name, or n.
             epoch: by default counted: a new epoch begins with the first id that comes again.
 
@@ -207,6 +194,8 @@ class Recorder:
         """
         self._check_open()
         names = Names.check("batch()", sample_id, label, task, self._tasks)
+        names.first_slot, self._slots = self._slots, self._slots + len(names.ids)
+        names.duplicates = None if self._sampled is None else self._sampled.next(len(names.ids))
         outer, self._batch = self._batch, Batch(names, self._epochs.see(names.ids) if epoch is None else self._epochs.given(epoch))
         try:
             yield self._batch
@@ -237,11 +226,11 @@ class Recorder:
         """
         self._check_open()
         if self._model.training:
-            _warn("probe() while the model is in training mode: dropout and batch norm are active; call model.eval() first")
+            warn("probe() while the model is in training mode: dropout and batch norm are active; call model.eval() first")
         names = Names.check("probe()", test_id, label, task, self._tasks)
         probe = self._probe = Probe(names, predicted, loss)
         try:
-            with torch.set_grad_enabled(loss is not None):
+            with slow_path(), torch.set_grad_enabled(loss is not None):
                 yield
         finally:
             self._probe = None
@@ -250,10 +239,10 @@ class Recorder:
             probe.differentiate([parameter for parameter in self._model.parameters() if parameter.requires_grad])
         finally:
             self._differentiating = False
-        rows = probe.columns(self.steps, self._dtype)
+        rows = probe.columns(self.steps, self._writing.writer.info.dtype)
         for number, (columns, x, y, g) in rows.items():
             layer = self._found.layers[number]
-            self._put(partial(self._writer.write_probes, layer, columns, x, y, g), x.nbytes + 2 * y.nbytes)
+            self._put(partial(self._writing.writer.write_probes, layer, columns, x, y, g), x.nbytes + 2 * y.nbytes)
 
     def samples(self, sample_id: Any, label: Any, payload: Any, task: str | Sequence[str] | None = None) -> None:
         """Stores what a person wants to see of training samples: images (as PNG) or texts. Call it once a sample."""
@@ -265,11 +254,29 @@ class Recorder:
         columns = [names.ids, names.tasks, names.labels, [data for data, _ in payloads], [mime for _, mime in payloads]]
         arrays = [pa.array(column, kind.type) for column, kind in zip(columns, SAMPLES_SCHEMA, strict=True)]
         table = pa.table(arrays, schema=SAMPLES_SCHEMA)
-        self._put(partial(self._writer.write_samples, table), table.nbytes)
+        self._put(partial(self._writing.writer.write_samples, table), table.nbytes)
+
+    def estimate(self, *inputs: Any, steps: int | None = None, **named: Any) -> Estimate:
+        """What recording will take, from one forward pass on a batch like those of training; says it on standard error.
+
+        The model runs in eval mode without gradients. With `steps`, of the whole training; warns where the disk is too small.
+        """
+        self._check_open()
+        modes = [(module, module.training) for module in self._model.modules()]
+        rows = self._counted = {}
+        try:
+            with torch.no_grad(), slow_path():
+                self._model.eval()(*inputs, **named)
+        finally:
+            self._counted = None
+            for module, training in modes:
+                module.training = training
+        return Estimate.of(self._writing.writer, rows, self._writing.choices, steps)
 
     def flush(self) -> None:
         """Makes all steps taken so far part of the store; returns when they are on disk."""
         self._check_open()
+        self._end_step()
         if self._step_begun:
             raise RecordError("flush(): a step is under way; call it after optimizer.step()")
         self._put(self._flush, 0)
@@ -292,340 +299,251 @@ class Recorder:
         try:
             self._close("interrupted")
         except RecordError as error:
-            _warn(str(error))  # the error that ends the context says more
+            warn(str(error))  # the error that ends the context says more
 
     # Hooks
 
-    def _hook(self) -> list[Any]:
-        handles: list[Any] = [self._model.register_forward_hook(self._model_called)]
-        for layer in self._found.layers:
-            hook = partial(self._layer_called, layer)
-            handles += [module.register_forward_hook(hook, with_kwargs=True) for module in self._found.modules[layer.number]]
-        handles.append(self._optimizer.register_step_pre_hook(self._before_step))
-        handles.append(self._optimizer.register_step_post_hook(self._after_step))
-        return handles
+    def _hook(self) -> ExitStack:
+        """Looks at calls and steps until it is closed."""
+        hooks, found = ExitStack(), self._found
+        hooks.callback(self._model.register_forward_hook(self._model_called).remove)
+        for module, tap in found.taps:
+            hooks.callback(module.register_forward_hook(partial(self._called, tap), with_kwargs=True).remove)
+        for module, recorded in found.recurrences.items():
+            hooks.callback(module.register_forward_hook(partial(self._recurred, recorded), with_kwargs=True).remove)
+        weights = {id(m.parameter): m.parameter for some in found.projections.values() for one in some for m in one.weights}
+        if weights:
+            hooks.callback(LinearWatch(weights.values(), self._projected).close)
+        self._stepper.hook(hooks)
+        return hooks
 
-    def _layer_called(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+    def _called(self, tap: Tap, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        self._see(tap, args[0] if args else next(iter(kwargs.values())), output)
+
+    def _projected(self, use: Use) -> None:
+        """A multiplication inside attention."""
+        places = [(one.layer, one.weights[0]) for some in self._found.projections.values() for one in some]
+        mine = [(layer, m.place) for layer, m in places if m.parameter is use.parameter and use.covers(m.place.rows)]
+        if mine:
+            self._see(ProjectionTap(mine, use), use.x, use.output)
+
+    def _see(self, tap: Tap, x: torch.Tensor, output: torch.Tensor) -> None:
+        """A call that gives rows to a tap."""
         if self._differentiating:
             return
-        x: torch.Tensor = args[0] if args else kwargs["input"]
-        if self._probe is not None:
-            self._probe.see(layer, x, output)
-        elif output.requires_grad:
-            call = None if self._batch is None else self._call(layer, self._batch, x)
-            source_of(output).register_hook(partial(self._error_arrived, layer, call))
+        if self._counted is not None:
+            self._count(tap.layers, tap.leading(x, output))
+        elif self._probe is not None:
+            self._probe.see(tap, x, output)
+        elif output.requires_grad and self._recording:
+            call = None if self._batch is None else self._call(tap, self._batch, x, output)
+            source_of(output).register_hook(partial(self._error_arrived, tap, call))
 
-    def _call(self, layer: Layer, batch: Batch, x: torch.Tensor) -> _Call:
-        claim = batch.names.claim(layer.number, layer.name, x.shape)
+    def _call(self, tap: Tap, batch: Batch, x: torch.Tensor, output: torch.Tensor) -> Call:
+        leading = tap.leading(x, output)
+        claims = [batch.names.claim(layer.number, layer.name, leading) for layer in tap.layers]
         # What autograd did not make belongs to the caller, who may fill the same memory with the next batch. Until the
         # error arrives the weight's gradient needs it, too.
-        kept = x.requires_grad or (isinstance(self._background, Inline) and self._weights[layer.number].requires_grad)
-        taken = x.detach() if kept else x.detach().clone()
-        return _Call(layer, batch, claim, taken, taken._version)
+        needed = (
+            isinstance(self._background, Inline) and self._found.recorded[tap.layers[0].number].weights[0].parameter.requires_grad
+        )
+        taken = x.detach() if x.requires_grad or needed else x.detach().clone()
+        return Call(tap, batch, claims, taken, taken._version)
 
-    def _error_arrived(self, layer: Layer, call: _Call | None, error: torch.Tensor) -> None:
+    def _error_arrived(self, tap: Tap, call: Call | None, error: torch.Tensor) -> None:
         if self._closed:
             return  # the forward pass was recorded, the recording has ended since
+        changes = self._begin(tap.layers, call)
+        assert call is not None
+        job = partial(self._writing.write, call, error.detach(), error._version, changes, self._audited)
+        self._put(job, _nbytes(call.x) + _nbytes(error))
+
+    def _begin(self, layers: Sequence[Layer], call: Any) -> dict[int, list[Change]]:
+        """What became of the gradients of an earlier backward pass, where errors of another one arrive."""
         if call is None:
             raise RecordError(
-                f"layer {layer.name!r}: a gradient arrived for a forward pass outside batch(); "
+                f"layer {layers[0].name!r}: a gradient arrived for a forward pass outside batch(); "
                 "put it inside `with rec.batch(sample_id=...):`"
             )
-        watched = self._watched[layer.number]
-        changes = [self._watch.change(parameter) for parameter in watched] if self._watch.begins(watched[0]) else None
+        self._end_step()
         self._step_begun = True
-        job = partial(self._write, call, error.detach(), error._version, changes, self._audited)
-        self._put(job, _nbytes(call.x) + _nbytes(error))
+        watched = {layer.number: self._found.recorded[layer.number].watched for layer in layers}
+        return {
+            number: [self._watch.change(matrix) for matrix in some]
+            for number, some in watched.items()
+            if self._watch.begins(some[0])
+        }
+
+    def _recurred(self, recorded: dict[int, Recorded], module: Recurrent, args: Any, kwargs: Any, output: Any) -> None:
+        """A call of an LSTM or GRU."""
+        call = SequenceCall.of(module, recorded, args, kwargs, output)
+        if self._differentiating:
+            return
+        if self._counted is not None:
+            self._count(call.layers, [call.rows])
+        elif self._probe is not None:
+            call.probe(self._probe)
+        elif self._recording:
+            claims = None if self._batch is None else call.claims(self._batch.names)
+            call.on_error(partial(self._sequence_error, recorded, self._batch, claims))
+
+    def _sequence_error(
+        self,
+        recorded: dict[int, Recorded],
+        batch: Batch | None,
+        claims: Sequence[AnyClaim] | None,
+        run: Rerun,
+        errors: list[torch.Tensor],
+    ) -> None:
+        if self._closed:
+            return
+        layers = [one.layer for one in recorded.values()]
+        changes = self._begin(layers, batch)
+        assert batch is not None
+        assert claims is not None
+        keys = run.keys()
+        rows = [(keys[place], errors[place]) for place in recorded]
+        size = sum(_nbytes(tensor) for pair in rows for tensor in pair)
+        self._put(partial(self._writing.add, layers, claims, batch, rows, changes, self._audited), size)
+
+    def _count(self, layers: Sequence[Layer], leading: Sequence[int]) -> None:
+        assert self._counted is not None
+        for layer in layers:
+            self._counted[layer.number] = self._counted.get(layer.number, 0) + math.prod(leading)
+
+    @property
+    def _recording(self) -> bool:
+        """Whether rows of the step under way are stored."""
+        return not self._stopped and self.steps % self._settings.every == 0
 
     @property
     def _audited(self) -> bool:
         """Whether the step under way is one to be audited."""
-        return self._audit_every > 0 and self.steps % self._audit_every == 0
+        every = self._settings.audit_every
+        return every > 0 and self._recording and self.steps // self._settings.every % every == 0
 
     def _model_called(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._probe is not None:
             self._probe.see_output(output)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimiser
-        if closure is None:
-            self._taken = self._look(optimizer)
-            return None
-
-        def looked() -> Any:  # after the step the optimiser may have worked in place on the gradients
-            loss = closure()
-            self._taken = self._look(optimizer)
-            return loss
-
-        return ((args[0], looked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looked})
-
-    def _look(self, optimizer: torch.optim.Optimizer) -> _Taken:
-        for number, left in self._left_by_step.items():
-            now = sample_of(self._weights[number])
-            if isinstance(now, torch.Tensor):
-                same = torch.equal(now.nan_to_num(), left.nan_to_num())
-            else:
-                same = np.array_equal(now, left, equal_nan=True)
-            if not same:
-                self._problem(
-                    f"layer {self._found.layers[number].name!r}: its weight was changed between steps other than by the optimiser; "
-                    "its values will not be exact"
-                )
-        self._left_by_step.clear()
-        if self._audited:
-            self._look_for_others(optimizer)
-        taken = _Taken(
-            groups=[_settings(optimizer, group) for group in optimizer.param_groups],
-            changes=[[self._watch.change(parameter) for parameter in some] for some in self._watched],
-            idle=[number for number, weight in self._weights.items() if weight.grad is None],
-            idle_bias=[
-                layer.number for layer, some in zip(self._found.layers, self._watched, strict=True) if some[-1].grad is None
-            ],
-            epoch=self._epochs.epoch,
-            scale=getattr(optimizer, "grad_scale", None),
-        )
-        self._watch.forget()
-        return taken
-
-    def _look_for_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes parameters that have begun to train, or whose gradient stays although they no longer do."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if id(parameter) not in self._known:
-                    name = next((n for n, p in self._model.named_parameters() if p is parameter), "a parameter outside the model")
-                    self._problem(f"{name} trains since the recording began and is not recorded", once=id(parameter))
-        for parameters, layer in zip(self._watched, self._found.layers, strict=True):
-            frozen = [not p.requires_grad for p in parameters]
-            if any(frozen) and not all(frozen) and any(p.grad is not None and not p.requires_grad for p in parameters):
-                self._problem(
-                    f"layer {layer.name!r}: a parameter is frozen but keeps its gradient, which the optimiser goes on using; its "
-                    "values will not be exact: set the gradient to None"
-                )
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        taken, self._taken = self._taken, None
-        assert taken is not None
-        self._step_begun = False
-        if _skipped(optimizer):
-            for layer in self._found.layers:
-                self._put(partial(self._drop, layer), 0)
+    def _end_step(self) -> None:
+        """Ends the step of the store that the optimisers have taken, if they have."""
+        taken = self._stepper.take()
+        if taken is None:
             return
-        if self._audited:
-            self._left_by_step = {number: sample_of(weight) for number, weight in self._weights.items()}
-        self._put(partial(self._end_step, self.steps, taken), 0)
+        self._step_begun, self._slots, taken.epoch = False, 0, self._epochs.epoch
+        if not self._stopped:
+            mark = Mark(self._found.recorded, self._optimizers)
+            if self._audited:
+                self._stepper.left = mark
+            self._put(partial(self._writing.end_step, self.steps, taken, mark, recorded=self._recording), 0)
         self.steps += 1
+        if self._settings.max_bytes and not self._stopped and self._writing.bytes_after_next > self._settings.max_bytes:
+            self._stop()
 
-    # Writing, on the background thread if there is one
+    def _skip_step(self) -> None:
+        """Forgets the rows of a step that does not exist."""
+        self._step_begun = False
+        self._put(self._writing.drop_all, 0)
 
-    def _write(self, call: _Call, error: torch.Tensor, version: int, changes: list[Change] | None, audited: bool) -> None:
-        """Adds the patterns of one call. `changes` tell, for rows of an earlier backward pass, whether they still count."""
-        for tensor, was, what in ((call.x, call.version, "input"), (error, version, "error")):
-            if tensor._version != was:
-                raise RecordError(
-                    f"layer {call.layer.name!r}: its {what} was changed in place before it was written; make the change on a copy"
-                )
-        if changes is not None and lost(changes):
-            self._drop(call.layer)
-        x, e = vectors_of(call.x, self._dtype), vectors_of(error, self._dtype)
-        if audited:
-            self._audits.setdefault(call.layer.number, Audit()).add(x, e, error.dtype)
-        self._writer.add_patterns(call.layer, call.claim.columns(), x, e)
-        self._batches[call.layer.number].append(call.batch)
-
-    def _drop(self, layer: Layer) -> None:
-        """Forgets rows whose gradients were thrown away without a step: their errors never reached the weights."""
-        self._writer.drop_patterns(layer)
-        self._batches[layer.number].clear()
-        self._audits.pop(layer.number, None)
-
-    def _end_step(self, step: int, taken: _Taken) -> None:
-        for layer, changes in zip(self._found.layers, taken.changes, strict=True):
-            if self._batches[layer.number] and lost(changes):
-                self._drop(layer)
-            elif not self._batches[layer.number] and changes[0].products[0] > 0:
-                self._problem(
-                    f"layer {layer.name!r} has a gradient but its forward pass was not seen; its values will not be exact"
-                )
-        for number, audit in self._audits.items():
-            left = audit.left(taken.changes[number][0])
-            if left > 0:
-                self._problem(
-                    f"layer {self._found.layers[number].name!r}: {100 * left:.3g} % of its gradient at step {step} does not come "
-                    "from recorded rows: a penalty on the weight in the loss, a hook that changes gradients, or the weight is "
-                    "used outside the layer's forward pass; its values will not be exact",
-                    once=number,
-                )
-        self._audits.clear()
-        batches = list({id(batch): batch for some in self._batches.values() for batch in some}.values())
-        for some in self._batches.values():
-            some.clear()
-        losses = [_number(batch.loss) for batch in batches]
-        common = {
-            "epoch": max((batch.epoch for batch in batches), default=taken.epoch),
-            "batch_size": sum(len(batch.names.ids) for batch in batches),
-            "loss": sum(losses) / len(losses) if losses else float("nan"),
-            "idle": taken.idle,
-            "idle_bias": taken.idle_bias,
-        }
-        self._writer.end_step([{**common, **group, **self._clip(index, taken)} for index, group in enumerate(taken.groups)])
-        if self._writer.nonfinite_rows and not self._nonfinite_seen:
-            self._nonfinite_seen = True
-            self._notices.append(
-                f"NaN or infinity among the recorded keys or errors since step {step}; such rows are stored and counted"
-            )
-
-    def _clip(self, group: int, taken: _Taken) -> dict[str, Any]:
-        """Number and clip factor of a parameter group."""
-        mine = []
-        for layer, changes in zip(self._found.layers, taken.changes, strict=True):
-            mine += [change for of, change in zip((layer.weight_group, layer.bias_group), changes, strict=False) if of == group]
-        factor, edited = common_factor(mine)
-        if edited:
-            self._problem(
-                f"gradients of parameter group {group} were changed before the step other than by one factor; "
-                "values will not be exact"
-            )
-        return {"group": group, "clip": factor if taken.scale is None else factor / float(taken.scale)}
-
-    def _flush(self) -> None:
-        self._writer.flush()
-        self._writer.wait()
-        self._save_notes("recording")
+    def _stop(self) -> None:
+        """Ends the recording of steps; the weights of now are those that the store explains."""
+        self._stopped = True
+        self._notes.notice(
+            f"max_bytes: recording has stopped after step {self.steps - 1}, with {self._writing.bytes:,} of "
+            f"{self._settings.max_bytes:,} bytes written; training goes on unrecorded"
+        )
+        self._put(
+            partial(self._writing.writer.write_weights, "final", tensors_of(self._found, self._optimizers, with_state=False)), 0
+        )
+        self._put(self._flush, 0)
 
     # Ending
+
+    def _flush(self) -> None:
+        self._writing.writer.flush()
+        self._writing.writer.wait()
+        self._save_notes("recording")
 
     def _close(self, status: Status) -> None:
         if self._closed:
             return
-        self._detach()
         try:
+            self._end_step()
+            self._detach()
             self._background.close()
-            self._writer.close()
-            self._writer.write_weights("final", self._tensors(with_buffers=False))
+            self._writing.writer.close()
+            if not self._stopped:
+                self._writing.writer.write_weights("final", tensors_of(self._found, self._optimizers, with_state=False))
             self._save_notes(status)
         except Exception as error:
             raise self._failed(error) from error
-        self._say_notices()
-        if self._index and status == "complete":
+        self._notes.say()
+        if self._settings.index and status == "complete" and self._ranks == 1:
             try:
-                open_store(self._writer.root).build_index()
+                open_store(self._writing.writer.root).build_index()
             except StoreError as error:
-                _warn(str(error))
+                warn(str(error))
 
     def _detach(self) -> None:
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._watch.close()
+        _OPEN.discard(self._model)
+        self._hooks.close()
 
     def _failed(self, error: Exception) -> RecordError:
         """Ends the recording after a failed write; the steps before it become part of the store if the disk lets us."""
         self._detach()
         self._background.abandon()
+        writer = self._writing.writer
         try:
-            self._writer.close()
+            writer.close()
             self._save_notes("interrupted")
         except OSError:
             pass  # what was flushed earlier stays readable
-        self._say_notices()
+        self._notes.say()
         if isinstance(error, RecordError):
             return error
-        until = self._writer.flushed_step
+        until = writer.flushed_step
         kept = f"complete up to step {until}" if until >= 0 else "without a complete step"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return RecordError(
-            f"{self._writer.root}: writing failed: {reason}; recording has stopped, the store stays readable, {kept}"
-        )
+        return RecordError(f"{writer.root}: writing failed: {reason}; recording has stopped, the store stays readable, {kept}")
 
     def _save_notes(self, status: Any) -> None:
-        tasks, problems = tuple(self._tasks.names), tuple(self._problems)
-        self._writer.save_info(status=status, tasks=tasks, problems=problems)
+        self._writing.writer.save_info(status=status, tasks=tuple(self._tasks.names), problems=tuple(self._notes.problems))
 
     def _put(self, job: Callable[[], None], size: int) -> None:
         try:
             self._background.put(job, size)
         except Exception as error:
             raise self._failed(error) from error
-        if self._notices:
-            self._say_notices()
+        self._notes.say()
 
     def _check_open(self) -> None:
         if self._closed:
             raise RecordError("the recorder is closed; its store is finished")
 
-    def _problem(self, text: str, once: Any = None) -> None:
-        """Notes a problem, one for each `once`, by default one for each text."""
-        key = text if once is None else once
-        if key not in self._noted:
-            self._noted.add(key)
-            self._problems.append(text)
-            self._notices.append(text)
+    # Starting
 
-    def _say_notices(self) -> None:
-        """Warns on the training thread of what was noticed on either."""
-        while self._notices:
-            _warn(self._notices.popleft())
-
-    # What is recorded
-
-    def _watched_of(self, layer: Layer) -> list[torch.Tensor]:
-        """The layer's weight, and its bias where that is trained."""
-        module = self._found.modules[layer.number][0]
-        return [module.weight] if layer.bias_group < 0 else [module.weight, module.bias]
-
-    def _tensors(self, *, with_buffers: bool) -> dict[str, NDArray[Any]]:
-        """Weights and biases of the recorded layers by name, and the optimiser's state of them where there is one already."""
-        tensors = {}
-        for layer in self._found.layers:
-            module = self._found.modules[layer.number][0]
-            for kind, parameter in (("weight", module.weight), ("bias", module.bias)):
-                if parameter is None:
-                    continue
-                tensors[f"{layer.name}.{kind}"] = _array(parameter)
-                for name, value in self._optimizer.state.get(parameter, {}).items() if with_buffers else ():
-                    if isinstance(value, torch.Tensor | int | float):
-                        tensors[f"{layer.name}.{kind}.{name}"] = _array(torch.as_tensor(value))
-        return tensors
-
-
-def _settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of `steps/` that the optimiser's parameter group sets."""
-    betas = group.get("betas", (0.0, group.get("alpha", 0.0)))
-    return {
-        "lr": float(group.get("lr", float("nan"))),
-        "momentum": float(group.get("momentum", 0.0)),
-        "dampening": float(group.get("dampening", 0.0)),
-        "decay": float(group.get("weight_decay", 0.0)),
-        "beta1": float(betas[0]),
-        "beta2": float(betas[1]),
-        "eps": float(group.get("eps", 0.0)),
-        "lr_decay": float(group.get("lr_decay", 0.0)),
-        "amsgrad": bool(group.get("amsgrad", False)),
-        "centered": bool(group.get("centered", False)),
-        "decoupled": bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
-        "nesterov": bool(group.get("nesterov", False)),
-        "maximize": bool(group.get("maximize", False)),
-    }
-
-
-def _skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimiser passed the step over because GradScaler found infinity: such a step does not exist."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
-
-
-def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    wide = tensor.detach().cpu()
-    return (wide if wide.dtype in (torch.float32, torch.float64) else wide.float()).contiguous().numpy().copy()
-
-
-def _number(loss: Any) -> float:
-    try:
-        return float("nan") if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RecordError(f"batch.loss: expected one number, found {loss!r}; recording has stopped") from error
+    def _start(self, path: Path) -> StoreWriter:
+        """The writer of the store, new or to go on with."""
+        info = StoreInfo(
+            layers=self._found.layers,
+            dtype=self._settings.dtype,
+            optimizer=named(self._optimizers),
+            exact=is_exact(self._optimizers),
+            unrecorded=self._found.unrecorded,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            maker=self._settings.maker,
+        )
+        tensors = tensors_of(self._found, self._optimizers, with_state=True)
+        if not self._settings.resume:
+            return new_store(path, info, tensors, self._settings.flush_s)
+        mark = Mark(self._found.recorded, self._optimizers)
+        writer, steps = resumed(path, info, mark, tensors, rank=self._rank, flush_s=self._settings.flush_s)
+        for ids in ids_of_last_epoch(path, info, steps):
+            self._epochs.note(ids)
+        self._epochs.epoch = int(steps.epochs[-1]) if len(steps.numbers) else 0
+        return writer
 
 
 def _shown(payload: Any) -> Any:
@@ -640,36 +558,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _new_store(path: Path, info: StoreInfo, initial: dict[str, NDArray[Any]], flush_s: float) -> StoreWriter:
-    """The writer of a new store with its initial weights. Leaves nothing behind where that fails."""
-    fresh = False
-    try:
-        fresh = not path.exists()
-        if not fresh and (not path.is_dir() or any(path.iterdir())):
-            raise RecordError(
-                f"{path}: expected no folder or an empty one, found other files; choose another path or remove it first"
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        writer = StoreWriter(path, info, flush_s=flush_s)
-        try:
-            writer.write_weights("initial", initial)
-        except OSError:
-            writer.close()
-            shutil.rmtree(path / "weights", ignore_errors=True)
-            (path / "store.json").unlink()
-            raise
-    except OSError as error:
-        if fresh:
-            with suppress(OSError):
-                path.rmdir()
-        raise RecordError(f"{path}: recording cannot start: {error.strerror or error}; free or choose another place") from error
-    return writer
-
-
 def _warn_unrecorded(found: Found) -> None:
-    if found.unrecorded:
-        _warn(f"these parameters train but are not recorded: {', '.join(found.unrecorded)}")
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, DualstoreWarning, stacklevel=3)
+    if found.missing:
+        share = f" ({100 * found.share:.3g} % of what is trained)" if found.share else ""
+        warn(f"these parameters train but are not recorded: {', '.join(found.missing)}{share}")

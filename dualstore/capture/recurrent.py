@@ -14,7 +14,7 @@ from dualstore.capture.maps import Map
 from dualstore.errors import RecordError
 from dualstore.schema import Place
 
-__all__ = ["Recurrent", "Rerun", "maps_of", "obstacle"]
+__all__ = ["Recurrent", "Rerun", "maps_of", "obstacle", "places_of"]
 
 Recurrent = nn.LSTM | nn.GRU
 Tensors = tuple[torch.Tensor, ...]
@@ -73,7 +73,7 @@ class Rerun:
         self._weights = {name: weight.detach() for name, weight in (weights or dict(module.named_parameters())).items()}
         self._x, packed = x, _packed(module, x)
         self._sizes: list[int] = packed.batch_sizes.tolist()
-        self.samples, self.positions, self._order = _names(packed)
+        self.samples, self.positions, self._order = places_of(packed)
         """(rows,) each: place in the batch, and time step."""
         self._inputs: list[torch.Tensor] = []
         self._before: list[torch.Tensor] = []
@@ -259,7 +259,7 @@ def _unpacked(module: Recurrent, x: torch.Tensor | PackedSequence, rows: torch.T
     return by_time.transpose(0, 1) if module.batch_first else by_time
 
 
-def _names(packed: PackedSequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def places_of(packed: PackedSequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample and position of each row, ordered by them, and the order that makes it so."""
     sizes = packed.batch_sizes
     positions = torch.arange(len(sizes)).repeat_interleave(sizes)

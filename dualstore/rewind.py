@@ -1,0 +1,111 @@
+"""Forgetting what a store has of the steps after one, so that a recording can go on from there.
+
+The steps log is shortened first: it is what says which steps the store has. Should the rest not be done, rows that it no
+longer knows are left, and rewinding once more removes them.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dualstore.errors import DamagedError
+from dualstore.part import PartWriter, sync_directory
+from dualstore.schema import Column, StoreInfo, pattern_columns, probe_columns
+from dualstore.writer import write_table
+
+__all__ = ["last_sequence", "rewind"]
+
+_ROWS = 1024
+
+
+def rewind(root: Path, info: StoreInfo, step: int, rank: int = 0) -> None:
+    """Removes everything after `step` that a rank wrote: steps, patterns, and probes of later weights.
+
+    Memory: a thousand rows of a layer. Removes the index where anything was removed. Raises OSError, DamagedError.
+    """
+    shortened = [_cut_steps(path, step) for path in reversed(_parts(root / "steps", rank))]
+    for layer in info.layers:
+        for folder, columns, last in (
+            ("patterns", pattern_columns(layer, info.dtype, info.format), step),
+            ("probes", probe_columns(layer, info.dtype, info.format), step + 1),
+        ):
+            paths = _parts(root / folder / f"layer={layer.number}", rank)
+            shortened += [_cut(path, columns, last) for path in reversed(paths)]
+    if any(shortened):
+        shutil.rmtree(root / "index", ignore_errors=True)
+
+
+def last_sequence(root: Path, rank: int = 0) -> int:
+    """The largest number of a part that a rank has written; -1 for none."""
+    return max((int(path.stem.split("-")[2]) for path in root.rglob(f"part-{rank}-*.parquet")), default=-1)
+
+
+def _parts(folder: Path, rank: int) -> list[Path]:
+    return sorted(folder.glob(f"part-{rank}-*.parquet"))
+
+
+def _cut_steps(path: Path, last: int) -> bool:
+    with pq.ParquetFile(path) as file:
+        table = file.read()
+    kept = table.filter(pc.less_equal(table.column("step"), last))
+    if kept.num_rows == table.num_rows:
+        return False
+    if kept.num_rows:
+        write_table(path, kept)
+    else:
+        _remove(path)
+    return True
+
+
+def _cut(path: Path, columns: Sequence[Column], last: int) -> bool:
+    """Leaves the rows of a part up to a step."""
+    try:
+        with pq.ParquetFile(path) as file:
+            steps = [_steps_of(file, group) for group in range(file.metadata.num_row_groups)]
+            if all((found <= last).all() for found in steps):
+                return False
+            if not any((found <= last).any() for found in steps):
+                _remove(path)
+                return True
+            part = PartWriter(path, columns)
+            try:
+                for batch in file.iter_batches(_ROWS):
+                    _append(part, batch, columns, last)
+                part.finish()
+                part.publish()
+            except BaseException:
+                part.discard()
+                raise
+    except pa.ArrowException as error:
+        raise DamagedError(f"{path}: expected a part of a store, found {str(error).splitlines()[0]}") from error
+    return True
+
+
+def _steps_of(file: pq.ParquetFile, group: int) -> NDArray[Any]:
+    found: NDArray[Any] = file.read_row_group(group, columns=["step"]).column("step").to_numpy()
+    return found
+
+
+def _append(part: PartWriter, batch: pa.RecordBatch, columns: Sequence[Column], last: int) -> None:
+    kept = batch.filter(pc.less_equal(batch.column("step"), last))
+    if not kept.num_rows:
+        return
+    scalars = {c.name: kept.column(c.name).to_numpy() for c in columns if c.width is None}
+    vectors = {
+        c.name: np.ascontiguousarray(kept.column(c.name).flatten().to_numpy().reshape(-1, c.width))
+        for c in columns
+        if c.width is not None
+    }
+    part.append(scalars, vectors)
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+    sync_directory(path.parent)
