@@ -71,6 +71,9 @@ def print_verification(found: dict[str, Any]) -> None:
     rows = [[_listed(layer[name]) for name in columns] for layer in found["layers"]]
     verdict = "exact: the store rebuilds the network" if found["ok"] else "NOT proven"
     print_table(f"verify: {found['rows']:,} rows, {verdict}", columns, rows)
+    for layer in found["layers"]:
+        if layer["note"]:
+            click.echo(f"note: {layer['note']}")
     for problem in found["problems"]:
         click.echo(f"problem: {problem}")
 

@@ -24,9 +24,11 @@ from numpy import ndarray
 
 from dualstore.coefficients import When, entering
 from dualstore.errors import DamagedError
+from dualstore.keys import add_products, wide
 from dualstore.log import Log
 from dualstore.schema import Layer
 from dualstore.shapes import Float64, Int64
+from dualstore.sharing import Some, Source, sources_of
 
 if TYPE_CHECKING:
     from dualstore.store import Store
@@ -46,16 +48,31 @@ _STATE = {
 
 @dataclass(frozen=True)
 class Stretch:
-    """The patterns of one step and the factors of some rows of the weight for them."""
+    """The patterns of one step at one layer and the factors of some rows of the weight for them."""
 
+    source: Source
+    """The layer: the one that is asked, or one that shares its weight."""
     first: int
-    """Number of the first pattern in the log."""
+    """Number of the first pattern in its log."""
     outputs: Int64[ndarray, " b"]
     """Which rows of the weight."""
-    x: Float64[ndarray, "n i"]
-    e: Float64[ndarray, "n b"]
+    x: ndarray
+    """(n, i), or (n,) tokens, as the asked layer sees them; so is `e`, (n, b)."""
+    e: ndarray
     factor: Float64[ndarray, "b i"]
     """C_s"""
+
+    @property
+    def change(self) -> Float64[ndarray, "b i"]:
+        """What the patterns add to the weight."""
+        return self.change_by(slice(None))
+
+    def change_by(self, some: ndarray | slice) -> Float64[ndarray, "b i"]:
+        """What some of the patterns add to the weight."""
+        total = np.zeros_like(self.factor)
+        add_products(total, self.e[some], self.x[some])
+        total *= self.factor
+        return total
 
 
 @dataclass
@@ -75,28 +92,38 @@ class _State:
 
 
 def walk(
-    store: "Store", layer: Layer, kind: str, until: When, outputs: Int64[ndarray, " o"]
+    store: "Store",
+    layer: Layer,
+    kind: str,
+    until: When,
+    outputs: Int64[ndarray, " o"],
+    inputs: Int64[ndarray, " i"] | None = None,
 ) -> Iterator[Stretch | Float64[ndarray, "b i"]]:
     """For some outputs of a layer after another: the stretches of all steps up to `until`, the last first.
 
-    After them comes what is left of the initial state of these outputs, P o W_0 + Q o m_0. `kind` is "weight" or "bias", whose
-    key is 1. Memory: half the budget, but at least some square roots of the number of steps for one row.
+    After them comes what is left of the initial state of these outputs, P o W_0 + Q o m_0. `kind` is "weight", of which only
+    some `inputs` may be looked at, or "bias", whose key is 1; where it is the sum of several, factors and state are those of
+    the sum. Outputs and inputs ascend. Memory: half the budget, but at least some square roots of the number of steps for one
+    row.
     """
     group = layer.weight_group if kind == "weight" else layer.bias_group
-    start = _start(store, layer, kind)
+    sources = sources_of(store, layer) if kind == "weight" else (Source(layer),)
+    looked: Some = slice(None) if inputs is None or kind == "bias" else inputs
+    start, times = _start(store, layer, kind).of(slice(None), looked), 1.0 if kind == "weight" else float(len(layer.bias_places))
     taken, after, first_share = entering(store.steps.numbers, store.steps.idle(layer.number, kind), until)
     if group < 0:
-        yield start.weight[outputs]
+        yield times * start.weight[outputs]
         return
     columns = store.steps.group(group)
     settings = [{name: column[s] for name, column in columns.items()} for s in taken.tolist()]
-    rows = _Rows(store, layer, kind)
+    rows = _Together([(source, _Rows(store, source.layer, kind)) for source in sources], looked)
     pace = max(1, math.isqrt(len(taken)))
     state_bytes = 8 * start.weight.shape[1] * (5 * (len(taken) // pace + 2) + pace)
     each = max(1, store.options.budget_bytes // 2 // state_bytes)
     for begin in range(0, len(outputs), each):
         some = outputs[begin : begin + each]
-        yield from _Replay(store.info_file.optimizer, settings, start.of(some), some).run(rows, taken, after, first_share, pace)
+        replay = _Replay(store.info_file.optimizer, settings, start.of(some, slice(None)), some, times)
+        yield from replay.run(rows, taken, after, first_share, pace)
 
 
 @dataclass(frozen=True)
@@ -107,8 +134,9 @@ class _Start:
     arrays: dict[str, ndarray]
     step: int
 
-    def of(self, outputs: Int64[ndarray, " b"]) -> "_Start":
-        return _Start(self.weight[outputs], {name: array[outputs] for name, array in self.arrays.items()}, self.step)
+    def of(self, outputs: Some, inputs: Some) -> "_Start":
+        arrays = {name: array[outputs][:, inputs] for name, array in self.arrays.items()}
+        return _Start(self.weight[outputs][:, inputs], arrays, self.step)
 
 
 def _start(store: "Store", layer: Layer, kind: str) -> _Start:
@@ -133,11 +161,14 @@ def _start(store: "Store", layer: Layer, kind: str) -> _Start:
 class _Replay:
     """Some rows of one parameter on their way through training, forwards and back."""
 
-    def __init__(self, optimizer: str, settings: Sequence[dict[str, Any]], start: _Start, outputs: Int64[ndarray, " b"]) -> None:
+    def __init__(
+        self, optimizer: str, settings: Sequence[dict[str, Any]], start: _Start, outputs: Int64[ndarray, " b"], times: float
+    ) -> None:
+        """`times` says how many parameters move alike, whose sum is asked."""
         self._rule: Callable[[_State, dict[str, Any], ndarray], ndarray]
         self._rule = {"RMSprop": _rmsprop, "Adagrad": _adagrad}.get(optimizer, _adam)
         self._back = {"RMSprop": _rmsprop_back, "Adagrad": _adagrad_back}.get(optimizer, _adam_back)
-        self._settings, self._start, self._outputs = settings, start, outputs
+        self._settings, self._start, self._outputs, self._times = settings, start, outputs, times
         zeros = np.zeros_like(start.weight)
         # Decay in the gradient makes D_s depend on the weights, which depend on the first moment.
         coupled = any(now["decay"] != 0 and not now["decoupled"] for now in settings)
@@ -147,7 +178,7 @@ class _Replay:
         self._state = _State(start.step, start.weight.copy() if coupled else None, **kept)  # type: ignore[arg-type]
 
     def run(
-        self, rows: "_Rows", taken: Int64[ndarray, " s"], after: Float64[ndarray, " s"], first_share: float, pace: int
+        self, rows: "_Together", taken: Int64[ndarray, " s"], after: Float64[ndarray, " s"], first_share: float, pace: int
     ) -> Iterator[Stretch | ndarray]:
         """See `walk`."""
         kept = []
@@ -163,16 +194,18 @@ class _Replay:
             for at in reversed(stretch):
                 now = self._settings[at]
                 factor, p, q = self._back(p + after[at], q, divided.pop(), now, first_step + at - begin + 1)
-                sign = -1.0 if now["maximize"] else 1.0
-                first, x, e = rows.read(int(taken[at]), self._outputs)
-                yield Stretch(first, self._outputs, x, e, float(now["clip"]) * sign * factor)
-        yield (p + first_share) * self._start.weight + q * self._start.arrays.get("moment", np.zeros_like(q))
+                sign = -self._times if now["maximize"] else self._times
+                for source, first, x, e in rows.read(int(taken[at]), self._outputs):
+                    yield Stretch(source, first, self._outputs, x, e, float(now["clip"]) * sign * factor)
+        left = (p + first_share) * self._start.weight + q * self._start.arrays.get("moment", np.zeros_like(q))
+        yield self._times * left
 
-    def _forward(self, at: int, rows: "_Rows", number: int) -> ndarray:
+    def _forward(self, at: int, rows: "_Together", number: int) -> ndarray:
         """Takes a step; returns its D_s."""
         now = self._settings[at]
-        _, x, e = rows.read(number, self._outputs)
-        gradient = e.T @ x
+        gradient = np.zeros_like(self._start.weight)
+        for _, _, x, e in rows.read(number, self._outputs):
+            add_products(gradient, e, x)
         gradient *= float(now["clip"]) * (-1.0 if now["maximize"] else 1.0)
         if self._state.weight is not None and not now["decoupled"]:
             gradient += now["decay"] * self._state.weight
@@ -259,6 +292,20 @@ def _decayed(now: dict[str, Any], step: int) -> float:
     return float(now["lr"]) / (1 + (step - 1) * float(now["lr_decay"]))
 
 
+class _Together:
+    """The patterns of all layers that share a parameter, as the one that is asked sees them, one step at a time."""
+
+    def __init__(self, rows: Sequence[tuple[Source, "_Rows"]], inputs: Some) -> None:
+        self._rows, self._inputs = rows, inputs
+
+    def read(self, number: int, outputs: Int64[ndarray, " b"]) -> Iterator[tuple[Source, int, ndarray, ndarray]]:
+        """For each layer the row number of its first pattern in the step, and some of its x and e."""
+        for source, rows in self._rows:
+            wanted = np.arange(source.layer.d_out)[source.errors(outputs, self._inputs)]
+            first, x, e = rows.read(number, wanted)
+            yield source, first, *source.seen(source.keys(x, outputs, self._inputs), e)
+
+
 class _Rows:
     """The patterns of a layer, one step at a time; steps must be in order, as the recorder writes them."""
 
@@ -277,7 +324,7 @@ class _Rows:
         for group, some in self._log.spans(first, end):
             mapping = group.part.mapping
             e = mapping.array(group, "e")[some][:, outputs].astype(np.float64)
-            x = mapping.array(group, "x")[some].astype(np.float64) if self._kind == "weight" else np.ones((len(e), 1))
+            x = wide(mapping.array(group, "x")[some]) if self._kind == "weight" else np.ones((len(e), 1))
             found.append((x, e))
         if sum(len(x) for x, _ in found) != end - first:
             raise DamagedError(

@@ -20,12 +20,14 @@ from numpy import ndarray
 from dualstore.adaptive import Stretch, walk
 from dualstore.coefficients import Average, When, last_step
 from dualstore.errors import QueryError
+from dualstore.keys import add_products, through, wide
+from dualstore.log import Log
 from dualstore.probes import ProbeRows
 from dualstore.result import Result
 from dualstore.rows import Selector
 from dualstore.scan import block_rows_of, pieces
 from dualstore.schema import Layer
-from dualstore.shapes import Float64
+from dualstore.sharing import sources_of
 from dualstore.weights import Affine, coefficients_of, initial_of, replayed, temporary
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ def reweigh(
 
 def evaluate(store: "Store", gains: Sequence[Gain], *, where: str | None, until: When, with_initial: bool) -> Result:
     """See `Store.evaluate`."""
+    for layer in store.layers:
+        sources_of(store, layer)  # refuses layers without errors
     network = _Network(store)
     memories = list(_memories(store, store.layers, gains, where, until, with_initial))
     tried = list(itertools.product(*(gain.factors for gain in gains)))
@@ -131,7 +135,7 @@ def _columns(gains: Sequence[Gain]) -> list[str]:
 def _memories(
     store: "Store", layers: Sequence[Layer], gains: Sequence[Gain], where: str | None, until: When, with_initial: bool
 ) -> Iterator[_Memory]:
-    """One pass over the log of each layer."""
+    """One pass over the log of each layer, and those of layers that share its weight."""
     if with_initial and len(gains) != 1:
         raise QueryError(f"with_initial: expected one gain, whose factor W_0 gets, too; found {len(gains)}")
     for layer in layers:
@@ -139,6 +143,7 @@ def _memories(
 
 
 def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | None, until: When) -> _Memory:
+    sources_of(store, layer)  # refuses layers without errors
     counts = [f"CASE WHEN {_condition(gain)} THEN '1' ELSE '0' END" for gain in gains]
     for gain in gains:  # an expression that is wrong is named as it was given
         Selector(store.labelling, None, gain.expression)
@@ -161,26 +166,25 @@ def _changes(store: "Store", layer: Layer, select: Selector, until: When) -> tup
     factors = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
     initial = Affine(*(initial_of(store, layer, kind, found) for kind, found in factors.items()))
     changes: dict[int, Affine] = {}
-    block_rows = block_rows_of(store.options.budget_bytes, 16 * (layer.d_in + layer.d_out), 1)
     with np.errstate(invalid="ignore", over="ignore"):
-        for piece in pieces(store.patterns(layer), select, block_rows, errors=True):
-            assert piece.codes is not None
-            for code in np.unique(piece.codes).tolist():
-                mine = np.flatnonzero(piece.codes == code)
-                x, e, steps = piece.selected_keys(mine).astype(np.float64), piece.selected_errors(mine), piece.steps(mine)
-                change = changes.setdefault(code, _nothing(layer))
-                change.weight[...] += (e * factors["weight"].at(steps)[:, None]).T @ x
-                change.bias[...] += factors["bias"].at(steps) @ e
+        for source in sources_of(store, layer):
+            block_rows = block_rows_of(store.options.budget_bytes, 16 * (source.layer.key_width + source.layer.d_out), 1)
+            for piece in pieces(store.patterns(source.layer), select, block_rows, errors=True):
+                assert piece.codes is not None
+                for code in np.unique(piece.codes).tolist():
+                    mine = np.flatnonzero(piece.codes == code)
+                    keys, steps = source.keys(piece.selected_keys(mine), slice(None), slice(None)), piece.steps(mine)
+                    x, e = source.seen(wide(keys), piece.selected_errors(mine))
+                    change = changes.setdefault(code, _nothing(layer))
+                    add_products(change.weight, e, x, factors["weight"].at(steps))
+                    if source.own:
+                        change.bias[...] += factors["bias"].at(steps) @ e
     return initial, changes
 
 
 def _replayed_changes(store: "Store", layer: Layer, select: Selector, until: When) -> tuple[Affine, dict[int, Affine]]:
     """The same where the optimiser is replayed. 4 bytes for each pattern lie in a temporary file."""
-    log = store.patterns(layer)
-    codes = temporary((log.rows,), np.int32)
-    codes[:] = -1
-    for piece in pieces(log, select, 1 << 20):
-        codes[piece.group.first + piece.local] = piece.codes
+    codes_of = {source.layer.number: _codes(store.patterns(source.layer), select) for source in sources_of(store, layer)}
     changes: dict[int, Affine] = {code: _nothing(layer) for code in range(len(select.values))}
     initial, outputs = _nothing(layer), np.arange(layer.d_out)
     for kind, start in (("weight", initial.weight), ("bias", initial.bias[:, None])):
@@ -190,12 +194,21 @@ def _replayed_changes(store: "Store", layer: Layer, select: Selector, until: Whe
                 start[done : done + len(part)] = part
                 done += len(part)
                 continue
-            some = codes[part.first : part.first + len(part.x)]
+            some = codes_of[part.source.layer.number][part.first : part.first + len(part.x)]
             for code in np.unique(some[some >= 0]).tolist():
                 change, mine = changes[code], some == code
                 total = change.weight if kind == "weight" else change.bias[:, None]
-                total[part.outputs] += part.factor * (part.e[mine].T @ part.x[mine])
+                total[part.outputs] += part.change_by(mine)
     return initial, changes
+
+
+def _codes(log: Log, select: Selector) -> ndarray:
+    """The group of each row of a log; -1 where it does not count."""
+    codes = temporary((log.rows,), np.int32)
+    codes[:] = -1
+    for piece in pieces(log, select, 1 << 20):
+        codes[piece.group.first + piece.local] = piece.codes
+    return codes
 
 
 def _nothing(layer: Layer) -> Affine:
@@ -205,8 +218,9 @@ def _nothing(layer: Layer) -> Affine:
 def _known(store: "Store", layer: Layer, expression: str, where: str | None, until: int | None) -> str:
     """The first few values of an expression, as text."""
     select = Selector(store.labelling, where, expression, until)
-    for groups in store.patterns(layer).chunks(1 << 17):
-        select(groups[0].part.mapping, groups)
+    for source in sources_of(store, layer):
+        for groups in store.patterns(source.layer).chunks(1 << 17):
+            select(groups[0].part.mapping, groups)
     named = {None: "NULL", True: "true", False: "false"}
     values = sorted(named[value] if value is None or isinstance(value, bool) else str(value) for value in select.values)
     return ", ".join(values[:12]) + (f" and {len(values) - 12} more" if len(values) > 12 else "")
@@ -266,7 +280,8 @@ class _Network:
         before, after = self._rows[number - 1], self._rows[number]
         names = [f"{layer.number} ({layer.name})" for layer in store.layers[number - 1 : number + 1]]
         same = np.array_equal(before.test_id, after.test_id) and np.array_equal(before.position, after.position)
-        if same and store.layers[number - 1].d_out == store.layers[number].d_in:
+        follows = store.layers[number].keys == "vector" and store.layers[number - 1].d_out == store.layers[number].d_in
+        if same and follows:
             some = np.unique(np.linspace(0, len(before.row) - 1, min(64, len(before.row))).astype(int))
             y, x = before.select(some).vectors("y").astype(np.float64), after.select(some).vectors("x").astype(np.float64)
             with np.errstate(over="ignore"):
@@ -287,9 +302,9 @@ class _Network:
 
     def _predict(self, start: int, weights: Sequence[Affine]) -> ndarray:
         some = self._kept[start : start + _ROWS]
-        x: Float64[ndarray, "p i"] = self._rows[0].select(some).vectors("x").astype(np.float64)
+        x = wide(self._rows[0].select(some).vectors("x"))
         for layer, apply in zip(weights, [*self._activations, _ACTIVATIONS["none"]], strict=True):
             with np.errstate(over="ignore"):
-                x = apply(x @ layer.weight.T + layer.bias)
+                x = apply(through(x, layer.weight) + layer.bias)
         found: ndarray = x.argmax(axis=1)
         return found

@@ -1,9 +1,12 @@
 """Reading parts: vectors as Arrow arrays over the mapped files, without a copy where the file allows it.
 
+Where keys are stored as tokens, x is these numbers; or, of a log `over` some tokens, the vectors of their values alone.
+
 A column of a row group is mapped when footer and page header show one PLAIN, uncompressed page without nulls (what
 `part.PartWriter` writes); any other Parquet file of the same columns is decoded instead: same rows, slower.
 """
 
+import copy
 import json
 import mmap
 import os
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 
 from dualstore import thrift
 from dualstore.errors import DamagedError
+from dualstore.keys import units
 from dualstore.schema import Column
 
 KEPT_PARTS = 1000
@@ -60,6 +64,7 @@ class Part:
         self.path = path
         self._keep = keep
         self._mapping: Mapping | None = None
+        self._over: tuple[NDArray[np.int64], str] | None = None
         self.columns = {column.name: column for column in columns}
         try:
             self.metadata = pq.read_metadata(path)
@@ -83,6 +88,20 @@ class Part:
         except (KeyError, ValueError):
             return {}
         return note if isinstance(note, dict) else {}
+
+    def over(self, tokens: NDArray[np.int64], dtype: str) -> "Part":
+        """See `Log.over`."""
+        found = copy.copy(self)
+        found._mapping, found._over = None, (tokens, dtype)
+        return found
+
+    def stored(self, name: str) -> str:
+        """The column that has the values of `name`."""
+        return "token" if name == "x" and "token" in self.columns else name
+
+    def shown(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        """The values of `name` from those of its column."""
+        return values if name != "x" or self._over is None else units(values, *self._over)
 
     @property
     def mapping(self) -> "Mapping":
@@ -143,9 +162,9 @@ class Mapping:
 
     def array(self, group: Group, name: str) -> NDArray[Any]:
         """The column of a row group as numpy sees it, (rows,) or (rows, width); decoded where it cannot be mapped."""
-        array = self._view(group, name)
+        array = self._view(group, self.part.stored(name))
         if array is not None:
-            return array
+            return self.part.shown(name, array)
         return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])
 
     def _view(self, group: Group, name: str) -> NDArray[Any] | None:
@@ -161,6 +180,11 @@ class Mapping:
 
         Mapped columns are views of the file; decoded ones are held one piece at a time.
         """
+        stored = {name: self.part.stored(name) for name in names}
+        for start, arrays in self._stored_blocks(group, list(dict.fromkeys(stored.values())), rows):
+            yield start, {name: self.part.shown(name, arrays[column]) for name, column in stored.items()}
+
+    def _stored_blocks(self, group: Group, names: Sequence[str], rows: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         found = {name: self._view(group, name) for name in names}
         arrays = {name: array for name, array in found.items() if array is not None}
         if len(arrays) < len(found):
@@ -183,7 +207,7 @@ class Mapping:
 
     def prefetch(self, group: Group, name: str) -> None:
         """Asks the system to read the column of a row group soon, unless it seems to be in memory."""
-        span = self.span(group, self.part.columns[name])
+        span = self.span(group, self.part.columns[self.part.stored(name)])
         if span is not None:
             descriptor = os.open(self.part.path, os.O_RDONLY)
             try:
@@ -256,6 +280,17 @@ class Log:
         self.parts = [Part(path, columns, keep=len(paths) <= KEPT_PARTS) for path in paths]
         self._known_starts: dict[str, NDArray[np.int64]] = {}
 
+    def over(self, tokens: NDArray[np.int64], dtype: str) -> "Log":
+        """The same rows, whose keys, stored as tokens, are vectors of the values at some tokens alone, which must ascend."""
+        found = Log([], self.columns)
+        found.parts = [part.over(tokens, dtype) for part in self.parts]
+        return found
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a stored key."""
+        return next(column.row_bytes for column in self.columns if column.name in ("x", "token"))
+
     @cached_property
     def rows(self) -> int:
         """Number of rows in all parts."""
@@ -312,18 +347,23 @@ class Log:
         runs = [(self.parts[of_part[start]].mapping, slice(start, stop)) for start, stop in pairwise(cuts) if start < stop]
         for mapping, _ in runs:
             mapping.advise(single=True)
-        wanted = [column for column in self.columns if column.name in names]
+        stored = {self._stored(name): name for name in names}
+        wanted = [column for column in self.columns if column.name in stored]
         out: dict[str, NDArray[Any]] = {}
         for size in {column.row_bytes for column in wanted}:
             alike = [column for column in wanted if column.row_bytes == size]
             for column, found in zip(alike, self._gathered(alike, runs, owners, local), strict=True):
                 values = found.view(column.dtype).reshape((len(rows),) if column.width is None else (len(rows), column.width))
+                name = stored[column.name]
                 if order is None:
-                    out[column.name] = values
+                    out[name] = values
                 else:
-                    out[column.name] = np.empty_like(values)
-                    out[column.name][order] = values
-        return out
+                    out[name] = np.empty_like(values)
+                    out[name][order] = values
+        return {name: self.parts[0].shown(name, values) for name, values in out.items()} if self.parts else out
+
+    def _stored(self, name: str) -> str:
+        return self.parts[0].stored(name) if self.parts else name
 
     def _gathered(
         self,

@@ -1,7 +1,7 @@
 """Queries: vectors that the caller gives, or the layer inputs recorded for a test example."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,8 +9,9 @@ from numpy import ndarray
 from numpy.typing import ArrayLike
 
 from dualstore.errors import QueryError
+from dualstore.keys import units
 from dualstore.log import Group, Log
-from dualstore.schema import Layer
+from dualstore.schema import Layer, wide_dtype
 from dualstore.shapes import Bool, Float, Int32, Int64
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Queries:
     """What is asked, for the answer's title."""
     probes: "ProbeRows | None" = None
     """The recorded examples that are asked with, in their order; None for given vectors."""
+    tokens: Int64[ndarray, " d"] | None = None
+    """Whose values the vectors have, at a layer of tokens: those that are asked for, ascending."""
 
     def pooled(self, pool: str) -> "Queries":
         """One query in place of all: their mean or sum. Raises QueryError for another word."""
@@ -39,7 +42,12 @@ class Queries:
         wide = self.vectors.astype(np.float64)
         vector = wide.mean(axis=0) if pool == "mean" else wide.sum(axis=0)
         title = f"{pool} over {self.title}"
-        return Queries(vector[None].astype(self.vectors.dtype), None, self.names[:1], title)
+        return Queries(vector[None].astype(self.vectors.dtype), None, self.names[:1], title, tokens=self.tokens)
+
+    def one(self, number: int) -> "Queries":
+        """One of the queries by itself."""
+        some = slice(number, number + 1)
+        return replace(self, vectors=self.vectors[some], names=self.names[some])
 
     def named(self, number: int) -> str:
         """How a note calls one of the queries: " of test 3"; nothing for a single vector."""
@@ -77,14 +85,14 @@ class ProbeRows:
         values: ndarray = scalars(self.log, name)[self.row]
         return values
 
-    def vectors(self, name: str, start: int = 0, stop: int | None = None) -> Float[ndarray, "p d"]:
-        """X or y of these probes, or of a range of them."""
+    def vectors(self, name: str, start: int = 0, stop: int | None = None) -> Float[ndarray, "p d"] | Int32[ndarray, " p"]:
+        """X or y of these probes, or of a range of them; of a layer of tokens x is their numbers."""
         found: ndarray = self.log.take([name], self.row[start:stop])[name]
         return found
 
 
 def find_queries(
-    store: "Store", layer: Layer, x: ArrayLike | None, test_id: int | Sequence[int] | None, position: int | None
+    store: "Store", layer: Layer, x: ArrayLike | int | float | None, test_id: int | Sequence[int] | None, position: int | None
 ) -> Queries:
     """The queries of one question. Raises QueryError where they are not there or do not fit the layer."""
     if (x is None) == (test_id is None):
@@ -99,11 +107,21 @@ def find_queries(
     rows = ProbeRows.of(store.probes(layer))
     places = np.array([_place(store, layer, rows, int(wanted), position) for wanted in ids])
     probes = rows.select(places)
-    vectors = probes.vectors("x")
-    _check_finite(vectors, f"the recorded probe of layer {layer.name!r}")
+    keys = probes.vectors("x")
+    if layer.keys == "vector":
+        _check_finite(keys, f"the recorded probe of layer {layer.name!r}")
+    tokens, vectors = _looked_at(store, layer, keys)
     shown = f"test {ids[0]}" if single else f"{len(ids)} tests"
     title = f"{shown}, layer {layer.number} ({layer.name})"
-    return Queries(vectors, None if single else "test_id", ids.astype(np.int64), title, probes)
+    return Queries(vectors, None if single else "test_id", ids.astype(np.int64), title, probes, tokens)
+
+
+def _looked_at(store: "Store", layer: Layer, keys: ndarray) -> tuple[Int64[ndarray, " d"] | None, Float[ndarray, "m d"]]:
+    """Of keys that are tokens, all of them and vectors of their values; other keys as they are."""
+    if layer.keys == "vector":
+        return None, keys
+    tokens = np.unique(keys).astype(np.int64)
+    return tokens, units(keys, tokens, wide_dtype(store.info_file.dtype))
 
 
 def _place(store: "Store", layer: Layer, rows: ProbeRows, test_id: int, position: int | None) -> int:
@@ -120,8 +138,10 @@ def _place(store: "Store", layer: Layer, rows: ProbeRows, test_id: int, position
     return int(first + found[0])
 
 
-def _given(store: "Store", layer: Layer, x: ArrayLike) -> Queries:
+def _given(store: "Store", layer: Layer, x: ArrayLike | int | float) -> Queries:
     where = f"query for layer {layer.number} ({layer.name})"
+    if layer.keys == "token":
+        return _given_tokens(store, layer, x, where)
     try:
         given = np.asarray(x)
         if given.dtype.kind not in "biufO":
@@ -139,6 +159,24 @@ def _given(store: "Store", layer: Layer, x: ArrayLike) -> Queries:
     column = None if np.ndim(x) == 1 else "query"
     shown = "a vector" if column is None else f"{len(cast)} vectors"
     return Queries(cast, column, np.arange(len(cast)), f"{shown}, layer {layer.number} ({layer.name})")
+
+
+def _given_tokens(store: "Store", layer: Layer, x: ArrayLike | int | float, where: str) -> Queries:
+    try:
+        given = np.asarray(x)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise QueryError(f"{where}: expected tokens, found {error}") from error
+    if given.dtype.kind not in "iu" or given.ndim > 1 or not given.size:
+        found = repr(x) if given.ndim == 0 else f"{given.dtype} of shape {given.shape}"
+        raise QueryError(f"{where}: expected a token, a whole number from 0 to {layer.d_in - 1}, or a list of them, found {found}")
+    asked = np.atleast_1d(given)
+    wrong = asked[(asked < 0) | (asked >= layer.d_in)]
+    if len(wrong):
+        raise QueryError(f"{where}: expected tokens from 0 to {layer.d_in - 1}, found {wrong[0]}")
+    tokens, vectors = _looked_at(store, layer, asked)
+    shown = f"token {asked[0]}" if given.ndim == 0 else f"{len(asked)} tokens"
+    title = f"{shown}, layer {layer.number} ({layer.name})"
+    return Queries(vectors, "query" if given.ndim else None, np.arange(len(asked)), title, tokens=tokens)
 
 
 def _check_finite(vectors: ndarray, where: str) -> None:

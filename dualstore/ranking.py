@@ -62,9 +62,9 @@ def rank_patterns(
     pooled = queries if pool is None else queries.pooled(pool)
     valued = find_score(store, layer, queries, score, output, gradient, until, pool)  # last: it may replay the training
     queries = pooled
-    index = store.index(layer)
+    index = store.index(layer, queries.tokens)
     log = index.log
-    explain = Explain(layer.d_in * queries.vectors.itemsize, log.rows)
+    explain = Explain(log.key_bytes, log.rows)
     ranking = top_k(
         log,
         queries.vectors,
@@ -74,7 +74,7 @@ def rank_patterns(
         magnitude=absolute,
         floor=floor,
         options=store.options,
-        sketches=read_sketches(index, layer.d_in) if valued is None else (),
+        sketches=read_sketches(index, layer.d_in) if valued is None and layer.keys == "vector" else (),
         score=valued,
         explain=explain,
     )

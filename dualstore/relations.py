@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from numpy import ndarray
 
 from dualstore.errors import DualstoreError, QueryError
+from dualstore.probes import Queries
 from dualstore.result import Result
 from dualstore.rows import Selector
 from dualstore.schema import Layer
@@ -24,8 +24,8 @@ __all__ = ["run_sql"]
 class _Attention:
     """The relation `attention`: computed anew whenever DuckDB reads it, a piece at a time."""
 
-    def __init__(self, store: "Store", layer: Layer, query: ndarray, score: Score | Traced | None, until: int | None) -> None:
-        self._store, self._layer, self._query, self._score, self._until = store, layer, query, score, until
+    def __init__(self, store: "Store", layer: Layer, queries: Queries, score: Score | Traced | None, until: int | None) -> None:
+        self._store, self._layer, self._queries, self._score, self._until = store, layer, queries, score, until
         self.error: DualstoreError | None = None
         """What went wrong while DuckDB was reading."""
         empty = store.labelling.empty().append_column("alpha", pa.array([], pa.float64()))
@@ -38,7 +38,7 @@ class _Attention:
     def _batches(self) -> Iterable[pa.RecordBatch]:
         select = Selector(self._store.labelling, None, None, self._until)
         try:
-            for table in attention(self._store, self._layer, self._query, select, score=self._score):
+            for table in attention(self._store, self._layer, self._queries, select, score=self._score):
                 yield from table.cast(self._schema).to_batches()
         except DualstoreError as error:
             self.error = error
@@ -49,7 +49,7 @@ def run_sql(
     store: "Store",
     text: str,
     layer: Layer | None,
-    query: ndarray | None,
+    queries: Queries | None,
     score: Score | Traced | None = None,
     until: int | None = None,
 ) -> Result:
@@ -64,10 +64,11 @@ def run_sql(
     for folder, empty in _EMPTY.items():
         paths = store.part_paths(folder)
         if paths:
-            database.view(folder, folder, {"files": [_literal(path) for path in paths]})
+            mixed = {} if folder == "samples" else {"mixed": len({(layer.keys, layer.errors) for layer in store.layers}) > 1}
+            database.view(folder, folder, {"files": [_literal(path) for path in paths], **mixed})
         else:
             database.register(folder, empty.empty_table())
-    attended = None if layer is None or query is None else _Attention(store, layer, query, score, until)
+    attended = None if layer is None or queries is None else _Attention(store, layer, queries, score, until)
     if attended is not None:
         database.register("attention", attended)
     try:
@@ -87,9 +88,11 @@ _ROW = [("step", pa.int32()), ("epoch", pa.int32()), ("sample_id", pa.int64()), 
 _NAMED = [("label", pa.int32()), ("task", pa.string())]
 _PROBE = [("layer", pa.int32()), ("test_id", pa.int64()), ("position", pa.int32()), ("step", pa.int32())]
 _VECTOR = pa.list_(pa.float32())
+_VECTORS = [("x", _VECTOR), ("y", _VECTOR), ("g", _VECTOR)]
+_TOKEN = ("token", pa.int32())
 _EMPTY = {
-    "patterns": pa.schema([("layer", pa.int32()), *_ROW, *_NAMED, ("x", _VECTOR), ("e", _VECTOR)]),
-    "probes": pa.schema([*_PROBE, *_NAMED, ("predicted", pa.int32()), ("x", _VECTOR), ("y", _VECTOR), ("g", _VECTOR)]),
+    "patterns": pa.schema([("layer", pa.int32()), *_ROW, *_NAMED, ("x", _VECTOR), ("e", _VECTOR), _TOKEN]),
+    "probes": pa.schema([*_PROBE, *_NAMED, ("predicted", pa.int32()), *_VECTORS, _TOKEN]),
     "samples": pa.schema([("sample_id", pa.int64()), *reversed(_NAMED), ("payload", pa.binary()), ("mime", pa.string())]),
 }
 """What stands for a relation whose folder holds no part yet."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy import ndarray
 
+from dualstore.keys import wide
 from dualstore.log import Group, Log, Mapping
 from dualstore.rows import Select, Selection
 from dualstore.shapes import Float, Float64, Int32, Int64
@@ -42,8 +43,8 @@ class Piece:
 
     group: Group
     mapping: Mapping
-    keys: Float[ndarray, "n d"]
-    """A view of the file where possible; may hold rows that are not selected."""
+    keys: Float[ndarray, "n d"] | Int32[ndarray, " n"]
+    """A view of the file where possible; may hold rows that are not selected. Numbers where the log has tokens."""
     pick: Int64[ndarray, " s"] | None
     """Which rows of `keys` are selected; None for all."""
     local: Int64[ndarray, " s"]
@@ -56,7 +57,7 @@ class Piece:
         """Of values for each row of `keys`, those of the selected rows."""
         return values if self.pick is None else values[self.pick]
 
-    def selected_keys(self, index: Int64[ndarray, " c"] | slice) -> Float[ndarray, "c d"]:
+    def selected_keys(self, index: Int64[ndarray, " c"] | slice) -> Float[ndarray, "c d"] | Int32[ndarray, " c"]:
         """Keys of some of the selected rows."""
         return self.keys[index if self.pick is None else self.pick[index]]
 
@@ -65,11 +66,11 @@ class Piece:
         assert self.errors is not None
         return self.errors[index if self.pick is None else self.pick[index]]
 
-    def wide(self) -> tuple[Int32[ndarray, " s"], Float64[ndarray, "s d"], Float64[ndarray, "s o"]]:
-        """Steps, keys and errors of all selected rows, in double precision."""
+    def wide(self) -> tuple[Int32[ndarray, " s"], ndarray, Float64[ndarray, "s o"]]:
+        """Steps, keys and errors of all selected rows; vectors in double precision."""
         everything = slice(None)
         keys, errors = self.selected_keys(everything), self.selected_errors(everything)
-        return self.steps(everything), keys.astype(np.float64), errors.astype(np.float64)
+        return self.steps(everything), wide(keys), errors.astype(np.float64)
 
     def steps(self, index: Int64[ndarray, " c"] | slice) -> Int32[ndarray, " c"]:
         """Steps of some of the selected rows."""

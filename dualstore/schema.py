@@ -12,7 +12,7 @@ import numpy as np
 
 from dualstore.errors import DamagedError, StoreError
 
-__all__ = ["DTYPES", "FORMAT", "Column", "Layer", "Place", "StoreInfo", "pattern_columns", "probe_columns"]
+__all__ = ["DTYPES", "FORMAT", "Column", "Layer", "Place", "StoreInfo", "pattern_columns", "probe_columns", "wide_dtype"]
 
 FORMAT = 3
 """Version of the disk layout. A reader refuses stores whose format is higher.
@@ -60,6 +60,8 @@ class Place:
     """First row and the one behind the last; None for all."""
     transposed: bool = False
     """Whether the matrix is that of the parameter turned round, as in Conv1D of transformers or in an embedding."""
+    shape: tuple[int, ...] | None = None
+    """Of the whole parameter; None where it is the matrix itself."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ class Layer:
     """What b is the sum of; by default NAME.bias, where there is one."""
 
     @property
+    def key_width(self) -> int:
+        """Values that a stored key has."""
+        return 1 if self.keys == "token" else self.d_in
+
+    @property
     def weight_places(self) -> tuple[Place, ...]:
         """`weight`, also of a store that does not say it."""
         return self.weight or (Place(f"{self.name}.weight"),)
@@ -109,12 +116,20 @@ class Layer:
 
 def _places(found: Any) -> tuple[Place, ...]:
     """Places of plain values. Raises TypeError or ValueError."""
-    places = tuple(Place(**{**place, "rows": None if place["rows"] is None else tuple(place["rows"])}) for place in found)
+    places = tuple(Place(**{**place, **{name: _whole_numbers(place.get(name)) for name in ("rows", "shape")}}) for place in found)
     for place in places:
-        whole = place.rows is None or (len(place.rows) == 2 and all(type(n) is int for n in place.rows))
-        if not isinstance(place.parameter, str) or type(place.transposed) is not bool or not whole:
+        pair = place.rows is None or len(place.rows) == 2
+        if not isinstance(place.parameter, str) or type(place.transposed) is not bool or not pair:
             raise ValueError(str(place))
     return places
+
+
+def _whole_numbers(found: Any) -> tuple[int, ...] | None:
+    """Several of plain values, or none. Raises TypeError or ValueError."""
+    numbers = None if found is None else tuple(found)
+    if not all(type(n) is int for n in numbers or ()):
+        raise ValueError(str(numbers))
+    return numbers
 
 
 def pattern_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Column, ...]:
@@ -139,9 +154,14 @@ def _key(layer: Layer, dtype: str) -> Column:
     return Column("token", "int32") if layer.keys == "token" else Column("x", dtype, layer.d_in)
 
 
+def wide_dtype(dtype: str) -> str:
+    """That of probes and queries in a store of some dtype."""
+    return "float32" if dtype == "float16" else dtype
+
+
 def probe_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Column, ...]:
     """Columns of `probes/layer=K`, in file order, in a store of format `written`. They are never stored in half precision."""
-    dtype = "float32" if dtype == "float16" else dtype
+    dtype = wide_dtype(dtype)
     columns = (
         Column("test_id", "int64"),
         Column("position", "int32"),

@@ -101,6 +101,8 @@ class Traced:
     outputs: Int64[ndarray, " m"] | None
     initial: Float64[ndarray, " m"]
     """Of contributions, what is left of the initial weights adds to the output."""
+    shared: Float64[ndarray, " m"]
+    """Of contributions, what patterns of layers that share the weight add to the output."""
     columns: Int64[ndarray, " k"]
     sign: Float64[ndarray, " k"]
 

@@ -9,13 +9,15 @@ from numpy.typing import ArrayLike
 
 from dualstore.adaptive import Stretch, walk
 from dualstore.errors import QueryError
+from dualstore.keys import square, through
 from dualstore.probes import ProbeRows, Queries
 from dualstore.rows import Selection
 from dualstore.scan import Piece, pieces
 from dualstore.schema import Layer
 from dualstore.scores import SCORES, Score, Traced
 from dualstore.shapes import Float, Float64, Int64
-from dualstore.weights import coefficients_of, initial_of, rebuild, rebuild_bias, replayed, temporary, trained
+from dualstore.sharing import Some, sources_of
+from dualstore.weights import coefficients_of, initial_of, lent, rebuild, rebuild_bias, replayed, temporary, trained
 
 if TYPE_CHECKING:
     from dualstore.store import Store
@@ -47,6 +49,7 @@ def find_score(
     check_score(score, output, gradient)
     if score == "attention":
         return None
+    sources_of(store, layer)  # refuses layers without errors
     outputs = _outputs(store, layer, queries, output) if score == "contribution" else None
     gradients = _gradients(store, layer, queries, gradient) if score == "influence" else None
     if pool is not None:
@@ -89,11 +92,15 @@ def explained(
         return [f"influence = {formula}: {unit}; below zero: the pattern lowers that loss{after}"]
     formula = "alpha * value, value = c e[output]" if isinstance(score, Score) else "e[output] * sum of C[output, i] x_t[i] x[i]"
     notes = [f"contribution = {formula}: in units of the output, for W x; the bias is apart{after}"]
-    start, bias, whole = _parts(store, layer, queries.vectors, score, until)
+    start, bias, whole, shared = _parts(store, layer, queries, score, until)
+    others = [f"{source.layer.number} ({source.layer.name})" for source in sources_of(store, layer)[1:]]
     for number in range(min(len(whole), _SHOWN_QUERIES)):
         total = whole[number] + bias[number]
         text = f"output {score.outputs[number]}{queries.named(number)}: {total:.6g} = {start[number]:.6g} from the initial weights"
-        text += f" + {whole[number] - start[number]:.6g} from all patterns + {bias[number]:.6g} bias"
+        text += f" + {whole[number] - start[number] - shared[number]:.6g} from all patterns"
+        if others:
+            text += f" + {shared[number]:.6g} from those of {' and '.join(others)}, which shares the weight"
+        text += f" + {bias[number]:.6g} bias"
         if shown is not None:
             share = f", {100 * shown[number] / total:.1f} % of the output" if total else ""
             text += f"; the rows shown carry {shown[number]:.6g}{share}"
@@ -102,23 +109,30 @@ def explained(
 
 
 def _parts(
-    store: "Store", layer: Layer, vectors: Float[ndarray, "m d"], score: Score | Traced, until: int | None
-) -> tuple[Float64[ndarray, " m"], Float64[ndarray, " m"], Float64[ndarray, " m"]]:
-    """For each query and its output a W_0 x, the bias, and W x."""
+    store: "Store", layer: Layer, queries: Queries, score: Score | Traced, until: int | None
+) -> tuple[Float64[ndarray, " m"], Float64[ndarray, " m"], Float64[ndarray, " m"], Float64[ndarray, " m"]]:
+    """For each query and its output a W_0 x, the bias, W x, and what patterns of layers that share W add to it."""
     outputs, complete = score.outputs, until is None and store.info_file.status == "complete"
     assert outputs is not None
     if isinstance(score, Traced):
         bias = trained(store, layer).bias[outputs] if complete else rebuild_bias(store, layer, until)[outputs]
-        return score.initial, bias, score.initial + score.scores.sum(axis=0)
-    start = initial_of(store, layer, "weight", coefficients_of(store, layer, "weight", until))[outputs]
+        return score.initial, bias, score.initial + score.shared + score.scores.sum(axis=0), score.shared
+    wide, looked = queries.vectors.astype(np.float64), _looked(queries)
+    some, at = np.unique(outputs, return_inverse=True)
+    start = initial_of(store, layer, "weight", coefficients_of(store, layer, "weight", until))[some][:, looked]
     if complete:
         final = trained(store, layer)
-        weight, bias = final.weight[outputs], final.bias[outputs]
+        weight, bias = final.weight[some][:, looked], final.bias[some]
     else:
-        rebuilt = rebuild(store, layer, np.zeros((0, layer.d_in)), until, outputs).rebuilt
+        rebuilt = rebuild(store, layer, wide[:0], until, some, queries.tokens).rebuilt
         weight, bias = rebuilt.weight, rebuilt.bias
-    wide = vectors.astype(np.float64)
-    return np.vecdot(start, wide), bias, np.vecdot(weight, wide)
+    shared = lent(store, layer, wide, until, some, looked)[np.arange(len(at)), at]
+    return np.vecdot(start[at], wide), bias[at], np.vecdot(weight[at], wide), shared
+
+
+def _looked(queries: Queries) -> Some:
+    """Which columns of the weight queries look at."""
+    return slice(None) if queries.tokens is None else queries.tokens
 
 
 def _traced(
@@ -133,25 +147,39 @@ def _traced(
     """Scores by replaying the optimiser. Held: nothing; 8 bytes for each pattern and query lie in a temporary file."""
     vectors, count = queries.vectors.astype(np.float64), len(queries.vectors)
     scores = temporary((store.patterns(layer).rows, count))
-    initial, done = np.zeros(count), 0
+    initial, shared, done = np.zeros(count), np.zeros(count), 0
     asked = np.arange(layer.d_out) if outputs is None else np.unique(outputs)
-    for part in walk(store, layer, "weight", until, asked):
+    for part in walk(store, layer, "weight", until, asked, queries.tokens):
         if not isinstance(part, Stretch):
             for query, output in enumerate(() if outputs is None else outputs.tolist()):
                 for place in np.flatnonzero(asked[done : done + len(part)] == output):
                     initial[query] = part[place] @ vectors[query]
             done += len(part)
             continue
+        if not part.source.own:
+            if outputs is not None:
+                _add_shared(shared, part, outputs, vectors)
+            continue
         rows = scores[part.first : part.first + len(part.x)]
         for query, vector in enumerate(vectors):
             if outputs is None:
                 assert gradients is not None
-                weighed = (part.x @ (part.factor * vector).T) * part.e  # (n, b)
+                weighed = through(part.x, part.factor * vector) * part.e  # (n, b)
                 rows[:, query] += weighed @ gradients[query, part.outputs].astype(np.float64)
             else:
                 for place in np.flatnonzero(part.outputs == outputs[query]):
-                    rows[:, query] = part.e[:, place] * (part.x @ (part.factor[place] * vector))
-    return Traced(name, scores, outputs, initial, np.arange(count), np.ones(count))
+                    rows[:, query] = part.e[:, place] * through(part.x, part.factor[place : place + 1] * vector)[:, 0]
+    return Traced(name, scores, outputs, initial, shared, np.arange(count), np.ones(count))
+
+
+def _add_shared(
+    shared: Float64[ndarray, " m"], part: Stretch, outputs: Int64[ndarray, " m"], vectors: Float64[ndarray, "m d"]
+) -> None:
+    """Adds what a stretch of another layer gives to the output of each query."""
+    change = part.change
+    for query, vector in enumerate(vectors):
+        for place in np.flatnonzero(part.outputs == outputs[query]):
+            shared[query] += change[place] @ vector
 
 
 def _pooled(
@@ -170,41 +198,43 @@ def _pooled(
     if outputs is not None:
         wanted[np.arange(len(outputs)), outputs] = 1
     slope = share * (wanted.T @ vectors)  # (o, i)
-    log = store.patterns(layer)
+    log = store.patterns(layer, queries.tokens)
     scores = temporary((log.rows, 1))
     if replayed(store):
-        for part in walk(store, layer, "weight", until, np.arange(layer.d_out)):
-            if isinstance(part, Stretch):
+        for part in walk(store, layer, "weight", until, np.arange(layer.d_out), queries.tokens):
+            if isinstance(part, Stretch) and part.source.own:
                 rows = scores[part.first : part.first + len(part.x)]
-                rows[:, 0] += np.vecdot(part.x @ (part.factor * slope[part.outputs]).T, part.e)
+                rows[:, 0] += np.vecdot(through(part.x, part.factor * slope[part.outputs]), part.e)
     else:
         c = coefficients_of(store, layer, "weight", until)
-        block_rows = max(64, store.options.budget_bytes // 4 // (16 * (layer.d_in + layer.d_out)))
+        block_rows = max(64, store.options.budget_bytes // 4 // (16 * (vectors.shape[1] + layer.d_out)))
         for piece in pieces(log, lambda mapping, groups: Selection(None, None), block_rows, errors=True):
             steps, x, e = piece.wide()
             with np.errstate(over="ignore", invalid="ignore"):
                 found = c.at(steps) * np.vecdot(x @ slope.T, e)
             scores[piece.group.first + piece.local, 0] = found
-    return Traced(name, scores, None, np.zeros(1), np.arange(1), np.ones(1))
+    return Traced(name, scores, None, np.zeros(1), np.zeros(1), np.arange(1), np.ones(1))
 
 
 def own_values(store: "Store", layer: Layer, until: int | None) -> Callable[[Piece], Float64[ndarray, " n"]]:
     """What gives the influence of each pattern of a piece on the loss that it came from."""
+    sources_of(store, layer)  # refuses layers without errors
     if not replayed(store):
         c = coefficients_of(store, layer, "weight", until)
 
         def own(piece: Piece) -> Float64[ndarray, " n"]:
             steps, x, e = piece.wide()
             with np.errstate(over="ignore", invalid="ignore"):
-                found: ndarray = c.at(steps) * np.vecdot(x, x) * np.vecdot(e, e)
+                squares = np.vecdot(x, x) if x.ndim > 1 else np.ones(len(x))  # a token's only 1
+                found: ndarray = c.at(steps) * squares * np.vecdot(e, e)
             return found
 
         return own
     scores = temporary((store.patterns(layer).rows, 1))
     for part in walk(store, layer, "weight", until, np.arange(layer.d_out)):
-        if isinstance(part, Stretch):
+        if isinstance(part, Stretch) and part.source.own:
             rows = scores[part.first : part.first + len(part.x)]
-            rows[:, 0] += np.vecdot(np.square(part.x) @ part.factor.T, np.square(part.e))
+            rows[:, 0] += np.vecdot(through(square(part.x), part.factor), np.square(part.e))
     return lambda piece: scores[piece.group.first + piece.local, 0]
 
 

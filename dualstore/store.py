@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 from numpy.typing import ArrayLike
 
 from dualstore.coefficients import Average, When
@@ -22,8 +23,9 @@ from dualstore.repeats import build_repeats
 from dualstore.result import Result
 from dualstore.rows import Labelling
 from dualstore.scan import Options
-from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
+from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns, wide_dtype
 from dualstore.scoring import check_step, find_score
+from dualstore.shapes import Int64
 from dualstore.sketch import build_sketches
 from dualstore.steps import Steps
 from dualstore.summary import describe
@@ -115,7 +117,7 @@ class Store:
 
         Args:
             x: the query, (d_in,) or (m, d_in) for m queries in one pass, rounded to the store's dtype; or give `test_id`,
-                one or several.
+                one or several. At a layer of tokens a number or a list of them: alpha is 1 where the token is the same, else 0.
             layer: number or name.
             position: of the probe's rows at this layer; by default the last.
             top: how many, for each query and group.
@@ -266,7 +268,7 @@ class Store:
             raise QueryError(f"sql: expected one query, found {len(queries.vectors)}; ask once for each")
         until = check_step(self, at_step)
         valued = find_score(self, chosen, queries, score, output, gradient, until)
-        return run_sql(self, text, chosen, queries.vectors[0], valued, until)
+        return run_sql(self, text, chosen, queries, valued, until)
 
     def info(self) -> dict[str, Any]:
         """What is stored: layers, counts, sizes, tasks, optimiser, and what makes values inexact."""
@@ -284,13 +286,16 @@ class Store:
         known = ", ".join(f"{found.number} ({found.name})" for found in self.layers)
         raise QueryError(f"{self.path}: no layer {layer!r}; there are {known}")
 
-    def patterns(self, layer: Layer) -> Log:
-        """The log of one layer's patterns. Raises DamagedError."""
-        return self._log(f"patterns/layer={layer.number}", pattern_columns(layer, self.info_file.dtype, self.info_file.format))
+    def patterns(self, layer: Layer, tokens: Int64[ndarray, " u"] | None = None) -> Log:
+        """The log of one layer's patterns; `over` some tokens where they are given. Raises DamagedError."""
+        log = self._log(f"patterns/layer={layer.number}", pattern_columns(layer, self.info_file.dtype, self.info_file.format))
+        return log if tokens is None else log.over(tokens, wide_dtype(self.info_file.dtype))
 
-    def index(self, layer: Layer) -> LayerIndex:
-        """What the index knows of one layer's patterns: see `build_index`."""
-        log = self.patterns(layer)
+    def index(self, layer: Layer, tokens: Int64[ndarray, " u"] | None = None) -> LayerIndex:
+        """What the index knows of one layer's patterns: see `build_index`. There is none of tokens."""
+        log = self.patterns(layer, tokens)
+        if tokens is not None:
+            return LayerIndex(self.path / "index" / f"layer={layer.number}", log)
         known = self._indexes.get(layer.number)
         if known is None or known.log is not log:
             known = self._indexes[layer.number] = LayerIndex(self.path / "index" / f"layer={layer.number}", log)
@@ -312,6 +317,9 @@ class Store:
             progress(done, total)
 
         for layer in self.layers:
+            if layer.keys == "token":  # 4 bytes each: to read them is as fast as to look them up
+                advance(3 * self.patterns(layer).rows)
+                continue
             build_sums(self.index(layer), self.steps, layer.d_in, advance)
             build_repeats(self.index(layer), advance)
             build_sketches(self.index(layer), layer.d_in, self.options.budget_bytes, advance)

@@ -52,6 +52,8 @@ def _describe_layer(store: "Store", layer: Layer) -> dict[str, Any]:
         "d_in": layer.d_in,
         "d_out": layer.d_out,
         "bias": layer.bias,
+        "keys": layer.keys,
+        "errors": layer.errors,
         "rows": log.rows,
         "parts": len(log.parts),
         "bytes": sum(_size(part.path) for part in log.parts),

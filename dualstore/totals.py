@@ -35,16 +35,16 @@ _ROWS_PER_STEP = 4
 def attention(
     store: "Store",
     layer: Layer,
-    query: ndarray,
+    queries: Queries,
     select: Select,
     explain: Explain | None = None,
     score: Score | Traced | None = None,
 ) -> Iterator[pa.Table]:
     """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log.
 
-    And its score, if one of a single query is given. All have the same bits as in a ranking.
+    For a single query, and its score, if one is given. All have the same bits as in a ranking.
     """
-    index = store.index(layer)
+    index, query = store.index(layer, queries.tokens), queries.vectors[0]
     alphas = Alphas(index, query)
     row_bytes = query.nbytes if score is None else query.nbytes + 2 * layer.d_out * query.itemsize
     block_rows = max(64, store.options.budget_bytes // 8 // row_bytes)
@@ -100,9 +100,9 @@ def sum_groups(
     # Last of what may be refused: it may replay the training.
     scores = [find_score(store, layer, queries, score, output, gradient, until, pool) for layer, queries in single]
     valued = scores[0]
-    explain = Explain(layer.d_in * queries.vectors.itemsize, store.patterns(layer).rows * len(queries.vectors) * len(asked))
+    explain = Explain(store.patterns(layer).key_bytes, store.patterns(layer).rows * len(queries.vectors) * len(asked))
     rest = Rest(select)
-    if valued is None and (not absolute or _one_signed(queries.vectors)):
+    if valued is None and layer.keys == "vector" and (not absolute or _one_signed(queries.vectors)):
         wholes = Wholes(database, store.labelling, select.where, by)
         for cells in read_cells(store.index(layer), layer.d_in) if wholes.possible else ():
             with explain.phase("index"):
@@ -116,8 +116,9 @@ def sum_groups(
                     sums.add(_named(each, name, number), counts)
     with explain.phase("scan"):
         for (layer, queries), valued in zip(asked, scores, strict=True):
-            for index, (vector, number) in enumerate(zip(queries.vectors, queries.names, strict=True)):
-                for rows in attention(store, layer, vector, rest, explain, None if valued is None else valued.one(index)):
+            for index, number in enumerate(queries.names):
+                score_of = None if valued is None else valued.one(index)
+                for rows in attention(store, layer, queries.one(index), rest, explain, score_of):
                     sums.add(_named(rows, name, number))
     with explain.phase("group"):
         table = sums.result(name)
@@ -145,7 +146,7 @@ def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | 
         for layer in layers:
             own = own_values(store, layer, until)
             select = Selector(store.labelling, where, None, until)
-            block_rows = max(64, store.options.budget_bytes // 8 // (16 * (layer.d_in + layer.d_out)))
+            block_rows = max(64, store.options.budget_bytes // 8 // (16 * (layer.key_width + layer.d_out)))
             for piece in pieces(store.patterns(layer), select, block_rows, errors=True):
                 rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
                 sums.add(rows.append_column("own", pa.array(own(piece))))

@@ -11,9 +11,11 @@ import pyarrow.parquet as pq
 from numpy import ndarray
 
 from dualstore.errors import DualstoreError
+from dualstore.keys import units, wide
 from dualstore.log import Group, Log
 from dualstore.probes import ProbeRows
 from dualstore.schema import Layer
+from dualstore.sharing import without_errors
 from dualstore.weights import Affine, rebuild, replayed, trained
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class LayerCheck:
     """|[W b]_trained - [W b]_rebuilt| / |[W b]_trained - [W b]_initial| (Frobenius); None where it cannot be had."""
     output_residual: float | None
     """Largest |y - y_rebuilt| / |y| over the probes recorded after the last step; None without such probes."""
+    note: str = ""
+    """Why nothing can be proven for the layer, where that is no problem."""
 
 
 @dataclass
@@ -65,9 +69,10 @@ def verify_store(store: "Store", *, probes: int = 8, until: int | None = None) -
     """Checks the whole store; reads every byte of it once or twice.
 
     For each layer: every step has as many rows as the optimiser's log says, in step order; the checksums of all pages;
-    the trained weights against initial weights plus rows; recorded outputs of up to `probes` probes against W_0 x +
-    bias + sum of contributions. Problems found while recording are repeated. With `until`, the memory as it was after that
-    step is checked against the probes recorded then; there are no trained weights of then to compare.
+    the trained weights against initial weights plus rows, also those of layers that share the weight; recorded outputs of up to
+    `probes` probes against W_0 x + bias + sum of contributions. Problems found while recording are repeated. With `until`, the
+    memory as it was after that step is checked against the probes recorded then; there are no trained weights of then to
+    compare. Of layers without errors nothing but rows and checksums can be checked, which their `note` says.
     """
     found = Verification()
     for problem in store.info_file.problems:
@@ -89,6 +94,10 @@ def _verify_layer(store: "Store", layer: Layer, expected: ndarray, probes: int, 
     found.rows += log.rows
     for problem in [*_count_problems(store, layer, log, expected), *_damage(log), *_damage(store.probes(layer))]:
         found.problem(problem)
+    lacking = without_errors(store, layer)
+    if lacking is not None:
+        found.layers.append(LayerCheck(layer.number, layer.name, log.rows, None, None, f"{lacking}: its values cannot be proven"))
+        return
     if not store.info_file.exact:  # how far off values would be is shown, and proves nothing
         found.problem(f"values are not exact under {store.info_file.optimizer}; residuals are those of plain SGD")
         store = copy.copy(store)
@@ -186,7 +195,8 @@ def _probes_after(store: "Store", layer: Layer, probes: int, step: int) -> tuple
     rows = rows.select(rows.scalars("step") == step + 1)
     spread = np.unique(np.linspace(0, len(rows.row) - 1, min(probes, len(rows.row))).round().astype(np.int64))
     some = rows.select(spread)
-    x, y = (some.vectors(name).astype(np.float64) for name in ("x", "y"))
+    x, y = wide(some.vectors("x")), some.vectors("y").astype(np.float64)
+    x = x if layer.keys == "vector" else units(x, np.arange(layer.d_in), "float64")
     finite = np.isfinite(x).all(1) & np.isfinite(y).all(1)
     return x[finite], y[finite]
 

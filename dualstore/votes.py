@@ -11,11 +11,12 @@ import pyarrow as pa
 from numpy import ndarray
 
 from dualstore.kernels import error_bound
+from dualstore.keys import places
 from dualstore.probes import ProbeRows
 from dualstore.repeats import Repeats, gather_repeats
 from dualstore.result import Result
 from dualstore.rows import Selector
-from dualstore.scan import Piece, pieces
+from dualstore.scan import RUN_ROWS, Piece, pieces
 from dualstore.schema import Layer
 from dualstore.shapes import Bool, Float, Float64, Int32, Int64
 from dualstore.sums import Rest, read_cells
@@ -53,6 +54,8 @@ def _share(hits: ndarray) -> float | None:
 
 def _votes(store: "Store", layer: Layer, probes: ProbeRows, where: str | None) -> Int32[ndarray, " p"]:
     """The vote of each probe; -1 where no pattern has a label."""
+    if layer.keys == "token":
+        return _token_votes(store, layer, probes.vectors("x"), where)
     if layer.number == 0:
         return _magnitude_votes(store, layer, probes.vectors("x"), where)
     labels, sums = _label_sums(store, layer, where)
@@ -82,6 +85,22 @@ def _label_sums(store: "Store", layer: Layer, where: str | None) -> tuple[Int32[
         labels = piece.mapping.array(piece.group, "label")[piece.local]
         sums.add(labels, piece.selected_keys(slice(None)).astype(np.float64))
     return sums.result()
+
+
+def _token_votes(store: "Store", layer: Layer, asked: ndarray, where: str | None) -> Int32[ndarray, " p"]:
+    """The label that comes most often with each token. Held: a number for each label and token that is asked for."""
+    tokens, place = np.unique(asked.astype(np.int64), return_inverse=True)
+    counts: dict[int, Int64[ndarray, " u"]] = {}
+    for piece in pieces(store.patterns(layer), Selector(store.labelling, where, None), RUN_ROWS):
+        labels, at = piece.mapping.array(piece.group, "label")[piece.local], places(piece.selected_keys(slice(None)), tokens)
+        for label in np.unique(labels[labels >= 0]).tolist():
+            mine = at[(labels == label) & (at >= 0)]
+            counts[label] = counts.get(label, 0) + np.bincount(mine, minlength=len(tokens))
+    if not counts:
+        return np.full(len(asked), -1, np.int32)
+    known = np.array(sorted(counts), np.int32)
+    found: ndarray = known[np.array([counts[label] for label in known.tolist()]).argmax(axis=0)[place]]
+    return found
 
 
 class _Magnitudes:

@@ -6,7 +6,7 @@ W_T = a W_0 + q b_0 + sum_t c_t e_t x_t^T       b_T the same with x = 1
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,10 @@ from safetensors.numpy import save
 from dualstore.adaptive import ADAPTIVE, Stretch, walk
 from dualstore.coefficients import Coefficients, When, last_step, sgd_coefficients
 from dualstore.errors import DamagedError, InexactError, StoreError
+from dualstore.keys import add_products, through, wide
 from dualstore.schema import Layer
 from dualstore.shapes import Float64, Int64
+from dualstore.sharing import Some, Source, sources_of
 from dualstore.writer import write_whole
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ __all__ = [
     "Tensors",
     "coefficients_of",
     "initial_of",
+    "lent",
     "rebuild",
     "rebuild_bias",
     "replayed",
@@ -45,7 +48,7 @@ _BLOCK_ROWS = 4096
 
 @dataclass(frozen=True)
 class Affine:
-    """y = W x + b in float64; b is zero where the layer has none."""
+    """y = W x + b in float64; b is zero where the layer has none, and the sum where it has several."""
 
     weight: Float64[ndarray, "o i"]
     bias: Float64[ndarray, " o"]
@@ -63,7 +66,7 @@ class Dual:
     initial: Affine
     """a W_0 + q b_0: what is left of the state that training started with."""
     change: Affine
-    """The sum over all patterns."""
+    """The sum over all patterns, also those of layers that share the weight."""
     outputs: Float64[ndarray, "p o"]
     """For some queries: sum_t c_t alpha_t e_t, the same change seen as attention."""
 
@@ -79,29 +82,50 @@ def rebuild(
     queries: Float64[ndarray, "p i"],
     until: When = None,
     outputs: Int64[ndarray, " o"] | None = None,
+    inputs: Int64[ndarray, " i"] | None = None,
 ) -> Dual:
     """The layer's weights from initial weights and rows, in one pass over its log, and its response to `queries`.
 
-    As they were after step `until`, by default after the last one; of some of the layer's outputs, by default all.
+    As they were after step `until`, by default after the last one; of some of the layer's outputs and inputs, which ascend, by
+    default all.
 
     Memory: two matrices of the weights' size in float64 and one block of rows. Raises InexactError where the
     optimiser's coefficients are not known.
     """
+    sources = sources_of(store, layer)
     if replayed(store):
-        return _replay(store, layer, queries, until, np.arange(layer.d_out) if outputs is None else outputs)
+        return _replay(store, layer, queries, until, np.arange(layer.d_out) if outputs is None else outputs, inputs)
     parts = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
     start = Affine(*(initial_of(store, layer, kind, found) for kind, found in parts.items()))
-    chosen = slice(None) if outputs is None else outputs
-    start = Affine(start.weight[chosen], start.bias[chosen])
+    chosen, looked = _chosen(outputs, inputs)
+    start = Affine(start.weight[chosen][:, looked], start.bias[chosen])
     change = Affine(np.zeros_like(start.weight), np.zeros_like(start.bias))
-    attended = np.zeros((len(queries), len(start.bias)))
+    attended = np.zeros((len(start.bias), len(queries)))
     with np.errstate(invalid="ignore", over="ignore"):  # recorded NaN and infinity show in the residual
-        for steps, x, e in _rows(store, layer, until, chosen):
-            scaled = e * parts["weight"].at(steps)[:, None]  # (rows, o)
-            change.weight[...] += scaled.T @ x
-            change.bias[...] += parts["bias"].at(steps) @ e
-            attended += (queries @ x.T) @ scaled
-    return Dual(start, change, attended)
+        for source in sources:
+            for steps, x, e in _rows(store, source, until, chosen, looked):
+                c = parts["weight"].at(steps)
+                add_products(change.weight, e, x, c)
+                add_products(attended, e, through(x, queries), c)
+                if source.own:
+                    change.bias[...] += parts["bias"].at(steps) @ e
+    return Dual(start, change, attended.T)
+
+
+def lent(
+    store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], until: When, outputs: Some, inputs: Some
+) -> Float64[ndarray, "p o"]:
+    """What the patterns of layers that share a layer's weight add to its response to queries. Not of an optimiser `replayed`."""
+    found = np.zeros((len(np.arange(layer.d_out)[outputs]), len(queries)))
+    c = coefficients_of(store, layer, "weight", until)
+    for source in sources_of(store, layer)[1:]:
+        for steps, x, e in _rows(store, source, until, outputs, inputs):
+            add_products(found, e, through(x, queries), c.at(steps))
+    return found.T
+
+
+def _chosen(outputs: Int64[ndarray, " o"] | None, inputs: Int64[ndarray, " i"] | None) -> tuple[Some, Some]:
+    return slice(None) if outputs is None else outputs, slice(None) if inputs is None else inputs
 
 
 def replayed(store: "Store") -> bool:
@@ -118,20 +142,29 @@ def replayed(store: "Store") -> bool:
     return store.info_file.exact and store.info_file.optimizer in ADAPTIVE
 
 
-def _replay(store: "Store", layer: Layer, queries: Float64[ndarray, "p i"], until: When, outputs: Int64[ndarray, " o"]) -> Dual:
+def _replay(
+    store: "Store",
+    layer: Layer,
+    queries: Float64[ndarray, "p i"],
+    until: When,
+    outputs: Int64[ndarray, " o"],
+    inputs: Int64[ndarray, " i"] | None,
+) -> Dual:
     """See `rebuild`."""
-    weight, bias = (_replay_one(store, layer, kind, until, outputs) for kind in ("weight", "bias"))
+    weight, bias = (_replay_one(store, layer, kind, until, outputs, inputs) for kind in ("weight", "bias"))
     start, change = (Affine(w, b[:, 0]) for w, b in zip(weight, bias, strict=True))
     return Dual(start, change, queries @ change.weight.T)
 
 
-def _replay_one(store: "Store", layer: Layer, kind: str, until: When, outputs: Int64[ndarray, " o"]) -> tuple[ndarray, ndarray]:
+def _replay_one(
+    store: "Store", layer: Layer, kind: str, until: When, outputs: Int64[ndarray, " o"], inputs: Int64[ndarray, " i"] | None = None
+) -> tuple[ndarray, ndarray]:
     """What is left of the initial state of a parameter, and its change by all patterns."""
-    width = layer.d_in if kind == "weight" else 1
+    width = 1 if kind == "bias" else layer.d_in if inputs is None else len(inputs)
     initial, change, done = np.zeros((len(outputs), width)), np.zeros((len(outputs), width)), 0
-    for part in walk(store, layer, kind, until, outputs):
+    for part in walk(store, layer, kind, until, outputs, inputs):
         if isinstance(part, Stretch):
-            change[done : done + len(part.outputs)] += part.factor * (part.e.T @ part.x)
+            change[done : done + len(part.outputs)] += part.change
         else:
             initial[done : done + len(part)] = part
             done += len(part)
@@ -148,12 +181,15 @@ def rebuild_bias(store: "Store", layer: Layer, until: When) -> Float64[ndarray, 
 def coefficients_of(store: "Store", layer: Layer, kind: str, until: When = None) -> Coefficients:
     """Coefficients of the layer's "weight" or "bias" after step `until`, by default the last.
 
+    Where the bias is the sum of several parameters, all of which move by the same, those of the sum, by the mean of them.
     Raises InexactError where they are not known. Not of an optimiser that is `replayed`.
     """
     assert not replayed(store)
     buffered = f"{layer.name}.{kind}.momentum_buffer" in store.tensors("initial")
     group = layer.weight_group if kind == "weight" else layer.bias_group
-    return sgd_coefficients(store.steps, layer, group, buffered=buffered, until=until, kind=kind)
+    one = sgd_coefficients(store.steps, layer, group, buffered=buffered, until=until, kind=kind)
+    times = 1 if kind == "weight" else len(layer.bias_places)
+    return one if times <= 1 else replace(one, c=times * one.c, initial=times * one.initial, buffer=times * one.buffer)
 
 
 def initial_of(store: "Store", layer: Layer, kind: str, found: Coefficients) -> ndarray:
@@ -229,8 +265,10 @@ def trained(store: "Store", layer: Layer, name: str = "final") -> Affine:
     """The layer's weights as the network had them, "initial" or "final"."""
     found = store.tensors(name)
     weight = _tensor(found, f"{layer.name}.weight", (layer.d_out, layer.d_in), store)
-    bias = _tensor(found, f"{layer.name}.bias", (layer.d_out,), store) if layer.bias else np.zeros(layer.d_out)
-    return Affine(weight, bias)
+    if not layer.bias:
+        return Affine(weight, np.zeros(layer.d_out))
+    # The file has the mean of several biases.
+    return Affine(weight, len(layer.bias_places) * _tensor(found, f"{layer.name}.bias", (layer.d_out,), store))
 
 
 def _tensor(found: Tensors, name: str, shape: tuple[int, ...], store: "Store") -> ndarray:
@@ -241,13 +279,12 @@ def _tensor(found: Tensors, name: str, shape: tuple[int, ...], store: "Store") -
     return tensor.astype(np.float64)
 
 
-def _rows(
-    store: "Store", layer: Layer, until: When, outputs: Int64[ndarray, " o"] | slice
-) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
-    """(steps, x, e) of all patterns up to a step at least, x and some of e in float64."""
-    until = last_step(until)
-    for group in store.patterns(layer).groups:
+def _rows(store: "Store", source: Source, until: When, outputs: Some, inputs: Some) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
+    """(steps, x, e) of all patterns up to a step at least, as the asked layer sees them, some of x and e in float64."""
+    until, errors = last_step(until), source.errors(outputs, inputs)
+    for group in store.patterns(source.layer).groups:
         for _, block in group.part.mapping.blocks(group, ["step", "x", "e"], _BLOCK_ROWS):
             if until is not None and len(block["step"]) and block["step"][0] > until:
                 return
-            yield block["step"], block["x"].astype(np.float64), block["e"][:, outputs].astype(np.float64)
+            x, e = source.keys(block["x"], outputs, inputs), block["e"][:, errors]
+            yield block["step"], *source.seen(wide(x), wide(e))

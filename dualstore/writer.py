@@ -117,8 +117,10 @@ class StoreWriter:
         """Bytes that one pattern of a layer takes."""
         return _row_bytes(pattern_columns(layer, self.info.dtype))
 
-    def add_patterns(self, layer: Layer, rows: Columns, x: NDArray[Any], e: NDArray[Any]) -> None:
+    def add_patterns(self, layer: Layer, rows: Columns, x: NDArray[Any], e: NDArray[Any] | None) -> None:
         """Adds patterns of the step under way: sample_id, position, label and task of each, keys and errors.
+
+        Keys are (n,) int32 where the layer's are tokens; errors are left out where it has none.
 
         Raises OSError where the disk is full; then nothing of the step is in the store.
         """
@@ -129,7 +131,7 @@ class StoreWriter:
                 self._step.marks[number] = part.mark()
             known = {"step": np.full(len(x), self.last_step + 1, np.int32), "slot": None, "duplicate": None, **rows}
             filled = {name: np.zeros(len(x), np.int32) if values is None else values for name, values in known.items()}
-            part.append(filled, {"x": x, "e": e})
+            part.append(*_columns(layer, filled, x, {} if e is None else {"e": e}))
             self._step.rows[number] = self._step.rows.get(number, 0) + len(x)
         except BaseException:
             self._free_ballast()
@@ -162,7 +164,7 @@ class StoreWriter:
         part = self._part(self._open.probes, "probes", layer, probe_columns)
         mark = part.mark()
         try:
-            part.append(rows, {"x": x, "y": y, "g": np.full_like(y, np.nan) if g is None else g})
+            part.append(*_columns(layer, rows, x, {"y": y, "g": np.full_like(y, np.nan) if g is None else g}))
         except BaseException:
             part.rollback(mark)
             raise
@@ -271,6 +273,11 @@ class StoreWriter:
             # The steps part comes last: it is what makes the pattern parts of its name count.
             write_table(self.root / "steps" / name, pa.Table.from_pylist(done.steps, STEPS_SCHEMA))
         self.flushed_step = last_step
+
+
+def _columns(layer: Layer, scalars: Columns, x: NDArray[Any], vectors: Columns) -> tuple[Columns, Columns]:
+    """Scalar and vector columns of rows with these keys."""
+    return ({**scalars, "token": x}, vectors) if layer.keys == "token" else (scalars, {"x": x, **vectors})
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:

@@ -1,6 +1,6 @@
 -- purpose: every recorded pattern of every layer, with its epoch and the name of its task
--- in: $files, the parts of patterns/layer=*; relations epochs (step, epoch) and tasks (task, name)
--- out: layer, step, epoch, sample_id, position, label, task, x, e
+-- in: $files, the parts of patterns/layer=*, $mixed, whether their columns differ; relations epochs (step, epoch) and tasks (task, name)
+-- out: layer, step, epoch, sample_id, position, label, task, x, e, token; null where the layer has no such column
 SELECT
     -- Not hive_partitioning: a folder above the store may be called `step=1`.
     CAST(regexp_extract(part.filename, 'layer=([0-9]+)[/\\][^/\\]*$', 1) AS INTEGER) AS layer,
@@ -11,7 +11,12 @@ SELECT
     part.label,
     tasks.name AS task,
     part.x,
-    part.e
-FROM read_parquet($files, filename = true, hive_partitioning = false) AS part
+    part.e,
+    part.token
+FROM (
+    SELECT * FROM read_parquet($files, filename = true, hive_partitioning = false, union_by_name = $mixed)
+    UNION ALL BY NAME
+    SELECT CAST(NULL AS FLOAT[]) AS x, CAST(NULL AS FLOAT[]) AS e, CAST(NULL AS INTEGER) AS token WHERE false
+) AS part
 LEFT JOIN epochs ON epochs.step = part.step
 LEFT JOIN tasks ON tasks.task = part.task

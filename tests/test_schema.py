@@ -122,7 +122,7 @@ def test_tokens_stand_for_keys_and_errors_may_be_left_out() -> None:
 
 
 def test_layers_come_back_with_the_places_of_their_weights(tmp_path: Path) -> None:
-    places = (Place("lstm.weight_hh_l0"), Place("lstm.weight_ih_l0", (4, 8), True))
+    places = (Place("lstm.weight_hh_l0"), Place("lstm.weight_ih_l0", (4, 8), True, (12, 3)))
     layer = replace(LAYER, weight=places, biases=(Place("b_ih"), Place("b_hh")))
     write(tmp_path, replace(INFO, layers=(layer,)).to_json())
     (found,) = StoreInfo.read(tmp_path).layers

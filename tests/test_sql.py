@@ -88,7 +88,7 @@ ROW = ["step", "epoch", "sample_id", "position", "label", "task"]
 
 def test_patterns_hold_every_row_of_every_layer(store: Store) -> None:
     found = store.sql("SELECT * FROM patterns").to_arrow()
-    assert found.column_names == ["layer", *ROW, "x", "e"]
+    assert found.column_names == ["layer", *ROW, "x", "e", "token"]
     for number, rows in enumerate(LAYERS):
         mine = found.filter(pc.equal(found.column("layer"), number)).to_pydict()
         got = sorted(zip(*(mine[name] for name in [*ROW[:5], "x", "e"]), mine["task"], strict=True), key=repr)
@@ -113,7 +113,7 @@ def test_samples_hold_what_was_recorded_with_the_names_of_tasks(store: Store) ->
 
 def test_probes_hold_both_rows_of_an_example_probed_twice(store: Store) -> None:
     found = store.sql("SELECT * FROM probes WHERE layer = 1 ORDER BY step, test_id").to_arrow()
-    assert found.column_names == ["layer", "test_id", "position", "step", "label", "task", "predicted", "x", "y", "g"]
+    assert found.column_names == ["layer", "test_id", "position", "step", "label", "task", "predicted", "x", "y", "g", "token"]
     order = [1, 0, 2]
     for name in ("test_id", "position", "step", "label", "predicted", "x", "y"):
         assert found.column(name).to_pylist() == PROBES[1][name][order].tolist()
@@ -247,7 +247,7 @@ def test_a_store_without_rows_has_empty_relations(tmp_path: Path) -> None:
     for name in ("patterns", "steps", "samples", "probes"):
         assert store.sql(f"SELECT count(*) AS n FROM {name}").to_dicts() == [{"n": 0}]
     assert store.sql("SELECT * FROM attention", layer=0, x=[1, 2, 3]).columns == [*ROW, "alpha"]
-    assert store.sql("SELECT * FROM patterns").columns == ["layer", *ROW, "x", "e"]
+    assert store.sql("SELECT * FROM patterns").columns == ["layer", *ROW, "x", "e", "token"]
     assert store.sql("SELECT * FROM probes").columns == [
         "layer",
         "test_id",
@@ -259,6 +259,7 @@ def test_a_store_without_rows_has_empty_relations(tmp_path: Path) -> None:
         "x",
         "y",
         "g",
+        "token",
     ]
     assert store.sql("SELECT * FROM samples").columns == ["sample_id", "task", "label", "payload", "mime"]
 
