@@ -16,6 +16,7 @@ from dualstore.errors import DualstoreWarning, QueryError
 from dualstore.gains import evaluate, gains_of, reweigh
 from dualstore.index import LayerIndex
 from dualstore.log import Log
+from dualstore.parameters import parameters_of
 from dualstore.probes import find_queries
 from dualstore.ranking import rank_patterns
 from dualstore.relations import run_sql
@@ -26,6 +27,7 @@ from dualstore.scan import Options
 from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns, wide_dtype
 from dualstore.scoring import check_step, find_score
 from dualstore.shapes import Int64
+from dualstore.sharing import without_errors
 from dualstore.sketch import build_sketches
 from dualstore.steps import Steps
 from dualstore.summary import describe
@@ -365,18 +367,22 @@ class Store:
         with_initial: bool = False,
         average: Average | None = None,
     ) -> None:
-        """Writes the `weights` of all recorded layers as safetensors, by their names in the model, in the store's dtype.
+        """Writes the `weights` of all recorded layers as the model's parameters: safetensors, by name, in the store's dtype.
+
+        A parameter that the recorded layers do not make up whole is left out with a warning, and so is one of layers that were
+        recorded without errors. Of several biases of a layer the first is their sum and the others are zero: the outputs are
+        the same.
 
         `model.load_state_dict(safetensors.torch.load_file(path), strict=False)` takes them. Raises StoreError where the file
         cannot be written.
         """
         until = _when(self, at_step, average)
-        found = reweigh(self, self.layers, gains_of(gains), where=where, until=until, with_initial=with_initial)
-        dtype, tensors = self.info_file.dtype, {}
-        for layer, affine in zip(self.layers, found, strict=True):
-            tensors[f"{layer.name}.weight"] = affine.weight.astype(dtype)
-            if layer.bias:
-                tensors[f"{layer.name}.bias"] = affine.bias.astype(dtype)
+        layers = [layer for layer in self.layers if without_errors(self, layer) is None] or self.layers
+        for layer in self.layers:
+            if layer not in layers:
+                warnings.warn(f"{without_errors(self, layer)}: its parameters are left out", DualstoreWarning, stacklevel=2)
+        found = reweigh(self, layers, gains_of(gains), where=where, until=until, with_initial=with_initial)
+        tensors = {name: values.astype(self.info_file.dtype) for name, values in parameters_of(layers, found).items()}
         save_weights(Path(path), tensors)
 
     def evaluate(

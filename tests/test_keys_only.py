@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import dualstore
-from dualstore.errors import InexactError
+from dualstore.errors import DualstoreWarning, InexactError
 from dualstore.store import Store
 from tests.language import train
 
@@ -80,6 +81,12 @@ def test_verify_says_that_nothing_can_be_proven(pair: tuple[Store, Store]) -> No
     assert (first.weight_residual, first.output_residual, first.rows) == (None, None, 360)
     assert first.note == "layer 0 (emb) was recorded without errors (keys_only): its values cannot be proven"
     assert all(layer.weight_residual is not None and layer.weight_residual < 1e-12 and not layer.note for layer in others)
+
+
+def test_parameters_of_other_layers_are_written(pair: tuple[Store, Store], tmp_path: Path) -> None:
+    with pytest.warns(DualstoreWarning, match=r"layer 0 \(emb\) was recorded without errors .* its parameters are left out"):
+        pair[0].write_weights(tmp_path / "w.safetensors")
+    assert set(load_file(tmp_path / "w.safetensors")) == {"a", "b", "b_1", "b_2", "head.weight", "head.bias"}
 
 
 def test_a_layer_of_vectors_may_lack_errors_too(tmp_path: Path) -> None:
