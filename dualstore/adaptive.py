@@ -323,8 +323,8 @@ class _Rows:
         found: list[tuple[ndarray, ndarray]] = []
         for group, some in self._log.spans(first, end):
             mapping = group.part.mapping
-            e = mapping.array(group, "e")[some][:, outputs].astype(np.float64)
-            x = wide(mapping.array(group, "x")[some]) if self._kind == "weight" else np.ones((len(e), 1))
+            e = mapping.array(group, "e", some)[:, outputs].astype(np.float64)
+            x = wide(mapping.array(group, "x", some)) if self._kind == "weight" else np.ones((len(e), 1))
             found.append((x, e))
         if sum(len(x) for x, _ in found) != end - first:
             raise DamagedError(

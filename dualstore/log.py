@@ -4,6 +4,8 @@ Where keys are stored as tokens, x is these numbers; or, of a log `over` some to
 
 A column of a row group is mapped when footer and page header show one PLAIN, uncompressed page without nulls (what
 `part.PartWriter` writes); any other Parquet file of the same columns is decoded instead: same rows, slower.
+
+Half precision ends here: what is read of it is in single precision, errors times their scale, and is not kept.
 """
 
 import copy
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 
 from dualstore import thrift
 from dualstore.errors import DamagedError
+from dualstore.half import as_read, needed
 from dualstore.keys import units
 from dualstore.schema import Column
 
@@ -148,7 +151,7 @@ class Mapping:
         self._bytes = pa.py_buffer(self._map)
 
     def column(self, group: Group, name: str) -> pa.Array | None:
-        """The column of a row group as a zero-copy Arrow array; None where the file does not allow it."""
+        """The column of a row group, as stored, as a zero-copy Arrow array; None where the file does not allow it."""
         self.advise(single=False)
         column = self.part.columns[name]
         span = self.span(group, column)
@@ -160,12 +163,24 @@ class Mapping:
             return values
         return pa.FixedSizeListArray.from_arrays(values, column.width)
 
-    def array(self, group: Group, name: str) -> NDArray[Any]:
-        """The column of a row group as numpy sees it, (rows,) or (rows, width); decoded where it cannot be mapped."""
-        array = self._view(group, self.part.stored(name))
-        if array is not None:
-            return self.part.shown(name, array)
-        return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])
+    def array(self, group: Group, name: str, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[Any]:
+        """The column of a row group, or some rows of it, as numpy sees it, (rows,) or (rows, width).
+
+        A view where it can be mapped and is not in half precision; decoded, as a whole, where it cannot be mapped.
+        """
+        stored = self.part.stored(name)
+        views = {one: self._view(group, one) for one in needed([stored], self.part.columns)}
+        mapped = {one: view[rows] for one, view in views.items() if view is not None}
+        if len(mapped) == len(views):
+            return self.part.shown(name, as_read([stored], mapped, self.part.columns)[stored])
+        return np.concatenate([block[name] for _, block in self.blocks(group, [name], group.rows)])[rows]
+
+    def raw(self, group: Group, name: str) -> NDArray[Any]:
+        """The column of a row group as it is stored, half precision and all; decoded where it cannot be mapped."""
+        view = self._view(group, name)
+        if view is not None:
+            return view
+        return np.concatenate([block[name] for _, block in self._decoded(group, [name], group.rows)])
 
     def _view(self, group: Group, name: str) -> NDArray[Any] | None:
         self.advise(single=False)
@@ -178,17 +193,19 @@ class Mapping:
     def blocks(self, group: Group, names: Sequence[str], rows: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """Consecutive pieces of at most `rows` rows: (first row in the group, {column: array}).
 
-        Mapped columns are views of the file; decoded ones are held one piece at a time.
+        Mapped columns are views of the file; decoded ones, and those in half precision, are held one piece at a time.
         """
         stored = {name: self.part.stored(name) for name in names}
-        for start, arrays in self._stored_blocks(group, list(dict.fromkeys(stored.values())), rows):
-            yield start, {name: self.part.shown(name, arrays[column]) for name, column in stored.items()}
+        columns = list(dict.fromkeys(stored.values()))
+        for start, piece in self._stored_blocks(group, needed(columns, self.part.columns), rows):
+            read = as_read(columns, piece, self.part.columns)
+            yield start, {name: self.part.shown(name, read[column]) for name, column in stored.items()}
 
     def _stored_blocks(self, group: Group, names: Sequence[str], rows: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         found = {name: self._view(group, name) for name in names}
         arrays = {name: array for name, array in found.items() if array is not None}
         if len(arrays) < len(found):
-            yield from self._decoded(group, names, rows)
+            yield from self._decoded(group, list(found), rows)
             return
         for start in range(0, group.rows, rows):
             yield start, {name: array[start : start + rows] for name, array in arrays.items()}
@@ -347,20 +364,24 @@ class Log:
         runs = [(self.parts[of_part[start]].mapping, slice(start, stop)) for start, stop in pairwise(cuts) if start < stop]
         for mapping, _ in runs:
             mapping.advise(single=True)
-        stored = {self._stored(name): name for name in names}
-        wanted = [column for column in self.columns if column.name in stored]
+        stored = {name: self._stored(name) for name in names}
+        kinds = {column.name: column for column in self.columns}
+        wanted = [column for column in self.columns if column.name in needed(list(stored.values()), kinds)]
         out: dict[str, NDArray[Any]] = {}
         for size in {column.row_bytes for column in wanted}:
             alike = [column for column in wanted if column.row_bytes == size]
             for column, found in zip(alike, self._gathered(alike, runs, owners, local), strict=True):
                 values = found.view(column.dtype).reshape((len(rows),) if column.width is None else (len(rows), column.width))
-                name = stored[column.name]
                 if order is None:
-                    out[name] = values
+                    out[column.name] = values
                 else:
-                    out[name] = np.empty_like(values)
-                    out[name][order] = values
-        return {name: self.parts[0].shown(name, values) for name, values in out.items()} if self.parts else out
+                    out[column.name] = np.empty_like(values)
+                    out[column.name][order] = values
+        read = as_read(list(stored.values()), out, kinds)
+        return {name: self._shown(name, read[column]) for name, column in stored.items()}
+
+    def _shown(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
+        return self.parts[0].shown(name, values) if self.parts else values
 
     def _stored(self, name: str) -> str:
         return self.parts[0].stored(name) if self.parts else name
@@ -384,7 +405,7 @@ class Log:
             for owner in np.unique(owners[run]):
                 mine = np.flatnonzero(owners == owner)
                 for column, values in zip(columns, found, strict=True):
-                    array = mapping.array(self.groups[owner], column.name)[local[mine]]
+                    array = mapping.raw(self.groups[owner], column.name)[local[mine]]
                     values[mine] = array.view(found.dtype).reshape(-1)
         return found
 

@@ -24,6 +24,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from dualstore import thrift
+from dualstore.half import to_single
 from dualstore.schema import Column
 from dualstore.spool import PAGE, Run, Spool, write_all
 from dualstore.thrift import BINARY, I32, I64, LIST, STRUCT
@@ -39,7 +40,8 @@ _MAGIC = b"PAR1"
 _HEADER_ROOM = 128
 """More than a page header, definition levels and their lengths take."""
 
-_PHYSICAL = {"int32": 1, "int64": 2, "float32": 4, "float64": 5}
+_PHYSICAL = {"int32": 1, "int64": 2, "float32": 4, "float64": 5, "float16": 7}
+_FLOAT16_LOGICAL = 15
 _PLAIN, _RLE = 0, 3
 _REQUIRED, _REPEATED = 0, 2
 _LIST_CONVERTED, _LIST_LOGICAL = 3, 3
@@ -238,7 +240,8 @@ class PartWriter:
             chunk.run.append(data)
         chunk.crc = isal_zlib.crc32(data, chunk.crc)
         with np.errstate(over="ignore", invalid="ignore"):
-            square = float(np.vecdot(values, values).max())
+            wide = to_single(values) if values.dtype == np.float16 else values
+            square = float(np.vecdot(wide, wide).max())
         if not square < np.inf:
             self.nonfinite[chunk.column.name] += int((~np.isfinite(values)).any(axis=1).sum())
             square = np.inf
@@ -384,9 +387,12 @@ def _statistics(values: NDArray[Any]) -> thrift.Field:
 
 
 def _schema_elements(column: Column) -> list[list[thrift.Field]]:
-    physical = (1, I32, _PHYSICAL[column.dtype])
+    physical: list[thrift.Field] = [(1, I32, _PHYSICAL[column.dtype])]
+    kind: list[thrift.Field] = []
+    if column.dtype == "float16":  # two bytes of no type of their own, which are said to be a number
+        physical, kind = [*physical, (2, I32, 2)], [(10, STRUCT, [(_FLOAT16_LOGICAL, STRUCT, [])])]
     if column.width is None:
-        return [[physical, (3, I32, _REQUIRED), (4, BINARY, column.name)]]
+        return [[*physical, (3, I32, _REQUIRED), (4, BINARY, column.name), *kind]]
     logical: list[thrift.Field] = [(_LIST_LOGICAL, STRUCT, [])]
     return [
         [
@@ -397,5 +403,5 @@ def _schema_elements(column: Column) -> list[list[thrift.Field]]:
             (10, STRUCT, logical),
         ],
         [(3, I32, _REPEATED), (4, BINARY, "list"), (5, I32, 1)],
-        [physical, (3, I32, _REQUIRED), (4, BINARY, "element")],
+        [*physical, (3, I32, _REQUIRED), (4, BINARY, "element"), *kind],
     ]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from dualstore.errors import QueryError
 from dualstore.keys import units
 from dualstore.log import Group, Log
-from dualstore.schema import Layer, wide_dtype
+from dualstore.schema import Layer, single
 from dualstore.shapes import Bool, Float, Int32, Int64
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ["ProbeRows", "Queries", "find_queries"]
 
 @dataclass(frozen=True)
 class Queries:
-    """Vectors to ask with, in the store's dtype, and how an answer names them."""
+    """Vectors to ask with, in the store's precision, and how an answer names them."""
 
     vectors: Float[ndarray, "m d"]
     column: str | None
@@ -121,7 +121,7 @@ def _looked_at(store: "Store", layer: Layer, keys: ndarray) -> tuple[Int64[ndarr
     if layer.keys == "vector":
         return None, keys
     tokens = np.unique(keys).astype(np.int64)
-    return tokens, units(keys, tokens, wide_dtype(store.info_file.dtype))
+    return tokens, units(keys, tokens, single(store.info_file.dtype))
 
 
 def _place(store: "Store", layer: Layer, rows: ProbeRows, test_id: int, position: int | None) -> int:
@@ -153,9 +153,9 @@ def _given(store: "Store", layer: Layer, x: ArrayLike | int | float) -> Queries:
         raise QueryError(f"{where}: expected {layer.d_in} values, or rows of them, found shape {np.shape(x)}")
     _check_finite(vectors, where)
     with np.errstate(over="ignore"):
-        cast = vectors.astype(store.info_file.dtype)
+        cast = vectors.astype(store.info_file.precision)
     if not np.isfinite(cast).all():
-        raise QueryError(f"{where}: expected values within {store.info_file.dtype}, found up to {np.abs(vectors).max():.6g}")
+        raise QueryError(f"{where}: expected values within {store.info_file.precision}, found up to {np.abs(vectors).max():.6g}")
     column = None if np.ndim(x) == 1 else "query"
     shown = "a vector" if column is None else f"{len(cast)} vectors"
     return Queries(cast, column, np.arange(len(cast)), f"{shown}, layer {layer.number} ({layer.name})")

@@ -129,11 +129,11 @@ class _Finder:
             found = int((firsts != np.arange(group.first, group.first + group.rows)).sum())
             self._tried, self._equal = self._tried + found, self._equal + found
         elif mapping.column(group, "x") is not None:
-            again, keys = np.flatnonzero(_known(self._names, name)), mapping.array(group, "x")
+            again = np.flatnonzero(_known(self._names, name))
             for start in range(0, len(again), _BLOCK_ROWS):
                 some = again[start : start + _BLOCK_ROWS]
                 rows = self._rows[np.searchsorted(self._names, name[some])]
-                same = _same_bits(keys[some], self._log.take(["x"], rows)["x"])
+                same = _same_bits(mapping.array(group, "x", some), self._log.take(["x"], rows)["x"])
                 firsts[some[same]] = rows[same]
                 self._tried, self._equal = self._tried + len(some), self._equal + int(same.sum())
         if len(self._names) < MOST_KEYS:

@@ -4,7 +4,7 @@ The words are those of the README's format specification; every other module tak
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from dualstore.errors import DamagedError, StoreError
 
-__all__ = ["DTYPES", "FORMAT", "Column", "Layer", "Place", "StoreInfo", "pattern_columns", "probe_columns", "wide_dtype"]
+__all__ = ["DTYPES", "FORMAT", "Column", "Layer", "Place", "StoreInfo", "pattern_columns", "probe_columns", "single"]
 
 FORMAT = 3
 """Version of the disk layout. A reader refuses stores whose format is higher.
@@ -29,6 +29,11 @@ NO_LABEL = -1
 """Label of a pattern, probe or sample that has none; also the task code and prediction of one without."""
 IGNORED = -100
 """Label of a position that no loss counts, as losses of torch have it."""
+
+
+def single(dtype: str) -> str:
+    """The type that numbers of a type are read as, and queries rounded to: half precision is read as single, exactly."""
+    return "float32" if dtype == "float16" else dtype
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Column:
     def row_bytes(self) -> int:
         """Bytes of a row's values."""
         return self.row_width * np.dtype(self.dtype).itemsize
+
+    @property
+    def as_read(self) -> "Column":
+        """The column as readers see it: half precision as single."""
+        return replace(self, dtype=single(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -154,14 +164,9 @@ def _key(layer: Layer, dtype: str) -> Column:
     return Column("token", "int32") if layer.keys == "token" else Column("x", dtype, layer.d_in)
 
 
-def wide_dtype(dtype: str) -> str:
-    """That of probes and queries in a store of some dtype."""
-    return "float32" if dtype == "float16" else dtype
-
-
 def probe_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Column, ...]:
     """Columns of `probes/layer=K`, in file order, in a store of format `written`. They are never stored in half precision."""
-    dtype = wide_dtype(dtype)
+    dtype = single(dtype)
     columns = (
         Column("test_id", "int64"),
         Column("position", "int32"),
@@ -197,6 +202,11 @@ class StoreInfo:
     format: int = FORMAT
     other: dict[str, Any] = field(default_factory=dict)
     """Keys of `store.json` that this version does not know; kept."""
+
+    @property
+    def precision(self) -> str:
+        """The type that keys, errors and queries have in memory."""
+        return single(self.dtype)
 
     def layer(self, number: int) -> Layer:
         """The layer with this number. Raises KeyError."""

@@ -271,7 +271,7 @@ def _predicts(store: "Store", layer: Layer) -> bool:
 
 
 def _gradients(store: "Store", layer: Layer, queries: Queries, gradient: ArrayLike | None) -> Float[ndarray, "m o"]:
-    """The gradients of each query, in the store's dtype."""
+    """The gradients of each query, in the store's precision."""
     where = f"layer {layer.number} ({layer.name})"
     if gradient is not None:
         try:
@@ -289,7 +289,7 @@ def _gradients(store: "Store", layer: Layer, queries: Queries, gradient: ArrayLi
             "record them with rec.probe(..., loss=...)"
         )
     with np.errstate(over="ignore"):
-        cast: ndarray = found.astype(store.info_file.dtype)
+        cast: ndarray = found.astype(store.info_file.precision)
     if not np.isfinite(cast).all():
-        raise QueryError(f"gradient at {where}: expected finite {store.info_file.dtype} numbers")
+        raise QueryError(f"gradient at {where}: expected finite {store.info_file.precision} numbers")
     return cast

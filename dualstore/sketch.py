@@ -169,9 +169,8 @@ def build_sketches(index: LayerIndex, width: int, budget_bytes: int, progress: C
         part, name, rows = groups[0].part, f"{KIND}-{groups[0].index}", sum(group.rows for group in groups)
         table = index.table(part, name, schema(width), warn=False)
         if table is None or table.num_rows != rows:
-            arrays = [group.part.mapping.array(group, "x") for group in groups]
-            basis = _basis(_sample(arrays), coordinates(width), basis)
-            index.write(list(dict.fromkeys(group.part for group in groups)), name, *_sketch(arrays, basis, progress))
+            basis = _basis(_sample(index.log, groups), coordinates(width), basis)
+            index.write(list(dict.fromkeys(group.part for group in groups)), name, *_sketch(groups, basis, progress))
         else:
             basis = _of_table(table, 0, width).basis
             progress(rows)
@@ -222,13 +221,13 @@ def _segments(log: Log, width: int, size: int) -> Iterator[list[Group]]:
 
 
 def _sketch(
-    arrays: Sequence[ndarray], basis: Float32[ndarray, "p d"], progress: Callable[[int], None]
+    groups: Sequence[Group], basis: Float32[ndarray, "p d"], progress: Callable[[int], None]
 ) -> tuple[pa.Table, dict[str, bytes]]:
     """The sketch of the keys of a segment: its table and what goes with it."""
     measured: list[tuple[ndarray, ndarray, ndarray]] = []
-    for keys in arrays:
-        measured += [_measure(keys[start : start + _TILE_ROWS], basis) for start in range(0, len(keys), _TILE_ROWS)]
-        progress(len(keys))
+    for group in groups:
+        measured += [_measure(block["x"], basis) for _, block in group.part.mapping.blocks(group, ["x"], _TILE_ROWS)]
+        progress(group.rows)
     table, delta, longest = (np.concatenate(found) for found in zip(*measured, strict=True))
     order = np.argsort(-table[:, -1], kind="stable").astype(np.int32)
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(table[order].reshape(-1)), type=schema(basis.shape[1]).field("code").type)
@@ -276,11 +275,11 @@ def _inside(keys: Float[ndarray, "n d"], basis: Float32[ndarray, "p d"]) -> Floa
     return total
 
 
-def _sample(arrays: Sequence[ndarray]) -> Float64[ndarray, "s d"]:
+def _sample(log: Log, groups: Sequence[Group]) -> Float64[ndarray, "s d"]:
     """Some keys, spread over the segment; those that are not finite or huge are left out."""
-    each = -(-_SAMPLE_ROWS // len(arrays))
-    spread = [keys[np.unique(np.linspace(0, len(keys) - 1, min(each, len(keys))).astype(int))] for keys in arrays]
-    keys = np.concatenate(spread).astype(np.float64)
+    each = -(-_SAMPLE_ROWS // len(groups))
+    spread = [group.first + np.unique(np.linspace(0, group.rows - 1, min(each, group.rows)).astype(int)) for group in groups]
+    keys = log.take(["x"], np.concatenate(spread))["x"].astype(np.float64)
     return keys[(np.abs(keys) < 1e100).all(axis=1)]
 
 

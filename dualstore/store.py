@@ -24,7 +24,7 @@ from dualstore.repeats import build_repeats
 from dualstore.result import Result
 from dualstore.rows import Labelling
 from dualstore.scan import Options
-from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns, wide_dtype
+from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns, single
 from dualstore.scoring import check_step, find_score
 from dualstore.shapes import Int64
 from dualstore.sharing import without_errors
@@ -118,8 +118,9 @@ class Store:
         influence c alpha (e . g) on the loss of a probe (`scores`).
 
         Args:
-            x: the query, (d_in,) or (m, d_in) for m queries in one pass, rounded to the store's dtype; or give `test_id`,
-                one or several. At a layer of tokens a number or a list of them: alpha is 1 where the token is the same, else 0.
+            x: the query, (d_in,) or (m, d_in) for m queries in one pass, rounded to the store's dtype (half precision is read as
+                single); or give `test_id`, one or several. At a layer of tokens a number or a list of them: alpha is 1 where the
+                token is the same, else 0.
             layer: number or name.
             position: of the probe's rows at this layer; by default the last.
             top: how many, for each query and group.
@@ -291,7 +292,7 @@ class Store:
     def patterns(self, layer: Layer, tokens: Int64[ndarray, " u"] | None = None) -> Log:
         """The log of one layer's patterns; `over` some tokens where they are given. Raises DamagedError."""
         log = self._log(f"patterns/layer={layer.number}", pattern_columns(layer, self.info_file.dtype, self.info_file.format))
-        return log if tokens is None else log.over(tokens, wide_dtype(self.info_file.dtype))
+        return log if tokens is None else log.over(tokens, single(self.info_file.dtype))
 
     def index(self, layer: Layer, tokens: Int64[ndarray, " u"] | None = None) -> LayerIndex:
         """What the index knows of one layer's patterns: see `build_index`. There is none of tokens."""
@@ -373,8 +374,8 @@ class Store:
         recorded without errors. Of several biases of a layer the first is their sum and the others are zero: the outputs are
         the same.
 
-        `model.load_state_dict(safetensors.torch.load_file(path), strict=False)` takes them. Raises StoreError where the file
-        cannot be written.
+        In single precision where that is half. `model.load_state_dict(safetensors.torch.load_file(path), strict=False)` takes
+        them. Raises StoreError where the file cannot be written.
         """
         until = _when(self, at_step, average)
         layers = [layer for layer in self.layers if without_errors(self, layer) is None] or self.layers
@@ -382,7 +383,7 @@ class Store:
             if layer not in layers:
                 warnings.warn(f"{without_errors(self, layer)}: its parameters are left out", DualstoreWarning, stacklevel=2)
         found = reweigh(self, layers, gains_of(gains), where=where, until=until, with_initial=with_initial)
-        tensors = {name: values.astype(self.info_file.dtype) for name, values in parameters_of(layers, found).items()}
+        tensors = {name: values.astype(self.info_file.precision) for name, values in parameters_of(layers, found).items()}
         save_weights(Path(path), tensors)
 
     def evaluate(

@@ -125,7 +125,7 @@ def _scan(best: Best, log: Log, select: Select, options: Options, explain: Expla
     # The keys if they have to be decoded; scores, cuts, hits, and the (row, query) pairs of the hits.
     row_bytes = queries.shape[1] * queries.itemsize + len(queries) * (2 * queries.itemsize + 25)
     if score is not None:  # the errors; estimates, what they may be off, and what comes of both, in double precision
-        row_bytes += next(column.row_bytes for column in log.columns if column.name == "e") + len(queries) * 64
+        row_bytes += next(column.as_read.row_bytes for column in log.columns if column.name == "e") + len(queries) * 64
     block_rows = block_rows_of(options.budget_bytes * 3 // 4, row_bytes, options.threads)
     with explain.phase("scan"):
         for piece, (norm, scores) in computed(pieces(log, select, block_rows, errors=score is not None), products, options.threads):

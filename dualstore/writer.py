@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from dualstore.half import as_stored
 from dualstore.part import Mark, PartWriter, sync_directory
 from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
 from dualstore.spool import Spool
@@ -120,7 +121,8 @@ class StoreWriter:
     def add_patterns(self, layer: Layer, rows: Columns, x: NDArray[Any], e: NDArray[Any] | None) -> None:
         """Adds patterns of the step under way: sample_id, position, label and task of each, keys and errors.
 
-        Keys are (n,) int32 where the layer's are tokens; errors are left out where it has none.
+        Keys are (n,) int32 where the layer's are tokens; errors are left out where it has none. Those of a store in half
+        precision are given in single precision.
 
         Raises OSError where the disk is full; then nothing of the step is in the store.
         """
@@ -131,7 +133,7 @@ class StoreWriter:
                 self._step.marks[number] = part.mark()
             known = {"step": np.full(len(x), self.last_step + 1, np.int32), "slot": None, "duplicate": None, **rows}
             filled = {name: np.zeros(len(x), np.int32) if values is None else values for name, values in known.items()}
-            part.append(*_columns(layer, filled, x, {} if e is None else {"e": e}))
+            part.append(*_columns(filled, {_key(layer): x} if e is None else {_key(layer): x, "e": e}, self.info.dtype))
             self._step.rows[number] = self._step.rows.get(number, 0) + len(x)
         except BaseException:
             self._free_ballast()
@@ -275,9 +277,15 @@ class StoreWriter:
         self.flushed_step = last_step
 
 
-def _columns(layer: Layer, scalars: Columns, x: NDArray[Any], vectors: Columns) -> tuple[Columns, Columns]:
-    """Scalar and vector columns of rows with these keys."""
-    return ({**scalars, "token": x}, vectors) if layer.keys == "token" else (scalars, {"x": x, **vectors})
+def _key(layer: Layer) -> str:
+    """The column of a layer's keys."""
+    return "token" if layer.keys == "token" else "x"
+
+
+def _columns(scalars: Columns, arrays: Columns, dtype: str) -> tuple[Columns, Columns]:
+    """Scalar and vector columns of rows with these keys, and errors where there are any, in a store of some dtype."""
+    stored = as_stored(arrays) if dtype == "float16" else arrays
+    return {**scalars, **{k: v for k, v in stored.items() if v.ndim == 1}}, {k: v for k, v in stored.items() if v.ndim == 2}
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:

@@ -53,14 +53,18 @@ def write_store(
     probes: Sequence[dict[str, ndarray]] | None = None,
     flush_every: int | None = None,
     status: str = "complete",
+    dtype: str | None = None,
+    rates: Any = lambda step: [],
 ) -> None:
     """A store of the given rows, written by `StoreWriter`; steps must run from 0 without gaps in every layer.
 
-    `probes` has for each layer test_id, position, step, label, task, predicted, x, y.
+    Of the rows' dtype unless another is given.
+
+    `probes` has for each layer test_id, position, step, label, task, predicted, x, y, and may have g.
     """
     path.mkdir(parents=True, exist_ok=True)
     infos = tuple(Layer(n, f"layer{n}", "Linear", rows.x.shape[1], rows.e.shape[1], False, 0, -1) for n, rows in enumerate(layers))
-    writer = StoreWriter(path, StoreInfo(infos, str(layers[0].x.dtype), "SGD", True, tasks=tuple(tasks)))
+    writer = StoreWriter(path, StoreInfo(infos, dtype or str(layers[0].x.dtype), "SGD", True, tasks=tuple(tasks)))
     for step in range(max((int(rows.step.max()) for rows in layers if len(rows)), default=-1) + 1):
         for info, rows in zip(infos, layers, strict=True):
             mine = rows.step == step
@@ -72,12 +76,12 @@ def write_store(
                     "task": rows.task[mine].astype(np.int32),
                 }
                 writer.add_patterns(info, scalars, np.ascontiguousarray(rows.x[mine]), np.ascontiguousarray(rows.e[mine]))
-        writer.end_step([group_row(int(epoch_of_step(step)))])
+        writer.end_step([group_row(int(epoch_of_step(step))) | {"rates": rates(step)}])
         if flush_every and (step + 1) % flush_every == 0:
             writer.flush()
     for info, probe in zip(infos, probes or [], strict=False):
         scalars = {name: probe[name] for name in ("test_id", "position", "step", "label", "task", "predicted")}
-        writer.write_probes(info, scalars, probe["x"], probe["y"])
+        writer.write_probes(info, scalars, probe["x"], probe["y"], probe.get("g"))
     writer.close()
     writer.save_info(status=status)
 
