@@ -60,8 +60,8 @@ def print_info(found: dict[str, Any]) -> None:
     shown = {"size": _bytes(found["bytes"])} | values
     rows = [[name.replace("_", " "), _listed(value)] for name, value in shown.items() if value not in ([], "")]
     print_table(f"store {found['path']}", ["what", "value"], rows)
-    columns = ["layer", "name", "kind", "d_in", "d_out", "rows", "parts", "size", "nonfinite_rows"]
-    layers = [layer | {"size": _bytes(layer["bytes"])} for layer in found["layers"]]
+    columns = ["layer", "name", "kind", "d_in", "d_out", "rows", "recorded", "parts", "size", "nonfinite_rows"]
+    layers = [layer | {"size": _bytes(layer["bytes"]), "recorded": f"{layer['recorded']:.1%}"} for layer in found["layers"]]
     print_table("layers", columns, [[_listed(layer[name]) for name in columns] for layer in layers])
 
 

@@ -95,7 +95,9 @@ score_options = _stack(
 )  # fmt: skip
 
 inexact_option = click.option(
-    "--inexact", is_flag=True, help="Give values of an optimiser that is not known, too, as if it were plain SGD."
+    "--inexact",
+    is_flag=True,
+    help="Take an optimiser that is not known for plain SGD; estimate what needs patterns that were not recorded.",
 )
 
 pool_option = click.option("--pool", type=click.Choice(["mean", "sum"]), help="Of the scores for all queries, instead of each.")

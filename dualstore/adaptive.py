@@ -28,7 +28,7 @@ from dualstore.keys import add_products, wide
 from dualstore.log import Log
 from dualstore.schema import Layer
 from dualstore.shapes import Float64, Int64
-from dualstore.sharing import Some, Source, sources_of
+from dualstore.sharing import Some, Source, whole_sources
 
 if TYPE_CHECKING:
     from dualstore.store import Store
@@ -61,6 +61,8 @@ class Stretch:
     e: ndarray
     factor: Float64[ndarray, "b i"]
     """C_s"""
+    rate: float = 1.0
+    """The share of the step's patterns that was recorded: in sums these count 1 / rate times."""
 
     @property
     def change(self) -> Float64[ndarray, "b i"]:
@@ -71,7 +73,7 @@ class Stretch:
         """What some of the patterns add to the weight."""
         total = np.zeros_like(self.factor)
         add_products(total, self.e[some], self.x[some])
-        total *= self.factor
+        total *= self.factor / self.rate
         return total
 
 
@@ -107,7 +109,7 @@ def walk(
     row.
     """
     group = layer.weight_group if kind == "weight" else layer.bias_group
-    sources = sources_of(store, layer) if kind == "weight" else (Source(layer),)
+    sources = whole_sources(store, layer) if kind == "weight" else whole_sources(store, layer)[:1]
     looked: Some = slice(None) if inputs is None or kind == "bias" else inputs
     start, times = _start(store, layer, kind).of(slice(None), looked), 1.0 if kind == "weight" else float(len(layer.bias_places))
     taken, after, first_share = entering(store.steps.numbers, store.steps.idle(layer.number, kind), until)
@@ -195,8 +197,8 @@ class _Replay:
                 now = self._settings[at]
                 factor, p, q = self._back(p + after[at], q, divided.pop(), now, first_step + at - begin + 1)
                 sign = -self._times if now["maximize"] else self._times
-                for source, first, x, e in rows.read(int(taken[at]), self._outputs):
-                    yield Stretch(source, first, self._outputs, x, e, float(now["clip"]) * sign * factor)
+                for source, first, x, e, rate in rows.read(int(taken[at]), self._outputs):
+                    yield Stretch(source, first, self._outputs, x, e, float(now["clip"]) * sign * factor, rate)
         left = (p + first_share) * self._start.weight + q * self._start.arrays.get("moment", np.zeros_like(q))
         yield self._times * left
 
@@ -204,8 +206,8 @@ class _Replay:
         """Takes a step; returns its D_s."""
         now = self._settings[at]
         gradient = np.zeros_like(self._start.weight)
-        for _, _, x, e in rows.read(number, self._outputs):
-            add_products(gradient, e, x)
+        for _, _, x, e, rate in rows.read(number, self._outputs):
+            add_products(gradient, e, x, None if rate == 1 else np.full(len(x), 1 / rate))
         gradient *= float(now["clip"]) * (-1.0 if now["maximize"] else 1.0)
         if self._state.weight is not None and not now["decoupled"]:
             gradient += now["decay"] * self._state.weight
@@ -298,12 +300,12 @@ class _Together:
     def __init__(self, rows: Sequence[tuple[Source, "_Rows"]], inputs: Some) -> None:
         self._rows, self._inputs = rows, inputs
 
-    def read(self, number: int, outputs: Int64[ndarray, " b"]) -> Iterator[tuple[Source, int, ndarray, ndarray]]:
-        """For each layer the row number of its first pattern in the step, and some of its x and e."""
+    def read(self, number: int, outputs: Int64[ndarray, " b"]) -> Iterator[tuple[Source, int, ndarray, ndarray, float]]:
+        """For each layer the row number of its first pattern in the step, some of its x and e, and which share they are."""
         for source, rows in self._rows:
             wanted = np.arange(source.layer.d_out)[source.errors(outputs, self._inputs)]
             first, x, e = rows.read(number, wanted)
-            yield source, first, *source.seen(source.keys(x, outputs, self._inputs), e)
+            yield source, first, *source.seen(source.keys(x, outputs, self._inputs), e), rows.rate(number)
 
 
 class _Rows:
@@ -315,6 +317,12 @@ class _Rows:
         counts = store.steps.rows_per_step(len(store.layers))[:, store.layers.index(layer)]
         self._ends = np.cumsum(counts)
         self._counts = counts
+        rates = store.rates(layer)
+        self._rates = None if rates is None else np.where(counts > 0, rates.rates, 1.0)
+
+    def rate(self, number: int) -> float:
+        """The share of the patterns of the step in this place that was recorded; 1 where there are none."""
+        return 1.0 if self._rates is None else float(self._rates[number])
 
     def read(self, number: int, outputs: Int64[ndarray, " b"]) -> tuple[int, ndarray, ndarray]:
         """Row number of the first, x and some of e in float64, of the step in this place of the steps log."""

@@ -5,7 +5,7 @@
     │   └── DamagedError  a file that says one thing and holds another
     ├── QueryError        the question: unknown layer, test id, column, bad vector, bad SQL
     ├── RecordError       recording: wrong ids, a gradient outside `batch()`, a failed writer
-    └── InexactError      values were asked of a run whose optimiser has no exact coefficients yet
+    └── InexactError      values were asked of a run whose optimiser has no exact coefficients yet, or that lacks patterns
 
 A message says where, what was expected, what was found and what to do, in one line.
 """
@@ -42,8 +42,8 @@ class RecordError(DualstoreError):
 
 
 class InexactError(DualstoreError):
-    """Values were asked of a run whose optimiser has no exact coefficients."""
+    """Values were asked of a run whose optimiser has no exact coefficients, or of which only a share was recorded."""
 
 
 class DualstoreWarning(UserWarning):
-    """Something the user should know; the answers given stay exact."""
+    """Something the user should know; the answers given stay exact, unless it says that they are estimated."""

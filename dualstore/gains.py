@@ -23,11 +23,12 @@ from dualstore.errors import QueryError
 from dualstore.keys import add_products, through, wide
 from dualstore.log import Log
 from dualstore.probes import ProbeRows
+from dualstore.rates import sample_note
 from dualstore.result import Result
 from dualstore.rows import Selector
 from dualstore.scan import block_rows_of, pieces
 from dualstore.schema import Layer
-from dualstore.sharing import sources_of
+from dualstore.sharing import whole_sources
 from dualstore.weights import Affine, coefficients_of, initial_of, replayed, temporary
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def reweigh(
 def evaluate(store: "Store", gains: Sequence[Gain], *, where: str | None, until: When, with_initial: bool) -> Result:
     """See `Store.evaluate`."""
     for layer in store.layers:
-        sources_of(store, layer)  # refuses layers without errors
+        whole_sources(store, layer)  # refuses layers without errors
     network = _Network(store)
     memories = list(_memories(store, store.layers, gains, where, until, with_initial))
     tried = list(itertools.product(*(gain.factors for gain in gains)))
@@ -116,7 +117,9 @@ def evaluate(store: "Store", gains: Sequence[Gain], *, where: str | None, until:
     table = pa.table({name: pa.array(values, types.get(name, pa.float64())) for name, values in rows.items()})
     shown = "accuracy on the recorded probes" + (" with W_0 scaled, too" if with_initial else "")
     shown += (f" where {where}" if where else "") + ("" if until is None else f", {_named(until)}")
-    return Result(table, shown, notes=[f"activations between the layers, as the probes show: {', '.join(network.named) or 'none'}"])
+    notes = [f"activations between the layers, as the probes show: {', '.join(network.named) or 'none'}"]
+    notes += sample_note([(layer, store.rates(layer)) for layer in store.layers], "estimated from a recorded share of the patterns")
+    return Result(table, shown, notes=notes)
 
 
 def _named(until: When) -> str:
@@ -143,7 +146,7 @@ def _memories(
 
 
 def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | None, until: When) -> _Memory:
-    sources_of(store, layer)  # refuses layers without errors
+    whole_sources(store, layer)  # refuses what lacks errors or patterns
     counts = [f"CASE WHEN {_condition(gain)} THEN '1' ELSE '0' END" for gain in gains]
     for gain in gains:  # an expression that is wrong is named as it was given
         Selector(store.labelling, None, gain.expression)
@@ -167,7 +170,8 @@ def _changes(store: "Store", layer: Layer, select: Selector, until: When) -> tup
     initial = Affine(*(initial_of(store, layer, kind, found) for kind, found in factors.items()))
     changes: dict[int, Affine] = {}
     with np.errstate(invalid="ignore", over="ignore"):
-        for source in sources_of(store, layer):
+        for source in whole_sources(store, layer):
+            rates = store.rates(source.layer)
             block_rows = block_rows_of(store.options.budget_bytes, 16 * (source.layer.key_width + source.layer.d_out), 1)
             for piece in pieces(store.patterns(source.layer), select, block_rows, errors=True):
                 assert piece.codes is not None
@@ -175,16 +179,17 @@ def _changes(store: "Store", layer: Layer, select: Selector, until: When) -> tup
                     mine = np.flatnonzero(piece.codes == code)
                     keys, steps = source.keys(piece.selected_keys(mine), slice(None), slice(None)), piece.steps(mine)
                     x, e = source.seen(wide(keys), piece.selected_errors(mine))
+                    often = 1.0 if rates is None else 1 / rates.at(steps)
                     change = changes.setdefault(code, _nothing(layer))
-                    add_products(change.weight, e, x, factors["weight"].at(steps))
+                    add_products(change.weight, e, x, factors["weight"].at(steps) * often)
                     if source.own:
-                        change.bias[...] += factors["bias"].at(steps) @ e
+                        change.bias[...] += (factors["bias"].at(steps) * often) @ e
     return initial, changes
 
 
 def _replayed_changes(store: "Store", layer: Layer, select: Selector, until: When) -> tuple[Affine, dict[int, Affine]]:
     """The same where the optimiser is replayed. 4 bytes for each pattern lie in a temporary file."""
-    codes_of = {source.layer.number: _codes(store.patterns(source.layer), select) for source in sources_of(store, layer)}
+    codes_of = {source.layer.number: _codes(store.patterns(source.layer), select) for source in whole_sources(store, layer)}
     changes: dict[int, Affine] = {code: _nothing(layer) for code in range(len(select.values))}
     initial, outputs = _nothing(layer), np.arange(layer.d_out)
     for kind, start in (("weight", initial.weight), ("bias", initial.bias[:, None])):
@@ -218,7 +223,7 @@ def _nothing(layer: Layer) -> Affine:
 def _known(store: "Store", layer: Layer, expression: str, where: str | None, until: int | None) -> str:
     """The first few values of an expression, as text."""
     select = Selector(store.labelling, where, expression, until)
-    for source in sources_of(store, layer):
+    for source in whole_sources(store, layer):
         for groups in store.patterns(source.layer).chunks(1 << 17):
             select(groups[0].part.mapping, groups)
     named = {None: "NULL", True: "true", False: "false"}

@@ -15,6 +15,7 @@ from dualstore.explain import Explain
 from dualstore.kernels import exact_dots
 from dualstore.log import Log
 from dualstore.probes import Queries
+from dualstore.rates import sample_note
 from dualstore.result import Result
 from dualstore.rows import ROW_COLUMNS, Selector
 from dualstore.schema import Layer
@@ -97,6 +98,7 @@ def rank_patterns(
     if valued is not None:
         sums = np.bincount(ranking.query, ranking.alpha, len(queries.vectors))
         notes = explained(store, layer, queries, valued, sums.tolist(), until)
+    notes += sample_note([(layer, store.rates(layer))], "of the recorded patterns, which are a share of all")
     return Result(table, f"{shown} of {log.rows:,} patterns: {queries.title}", explain, notes)
 
 

@@ -92,6 +92,9 @@ def explained(
         return [f"influence = {formula}: {unit}; below zero: the pattern lowers that loss{after}"]
     formula = "alpha * value, value = c e[output]" if isinstance(score, Score) else "e[output] * sum of C[output, i] x_t[i] x[i]"
     notes = [f"contribution = {formula}: in units of the output, for W x; the bias is apart{after}"]
+    known = until is None and store.info_file.status == "complete" and isinstance(score, Score)
+    if any(store.rates(source.layer) is not None for source in sources_of(store, layer)) and not known:
+        return notes  # what the output consists of would need all patterns
     start, bias, whole, shared = _parts(store, layer, queries, score, until)
     others = [f"{source.layer.number} ({source.layer.name})" for source in sources_of(store, layer)[1:]]
     for number in range(min(len(whole), _SHOWN_QUERIES)):

@@ -12,13 +12,14 @@ from numpy import ndarray
 
 from dualstore.errors import DamagedError, InexactError
 from dualstore.keys import values_of
+from dualstore.rates import check_whole
 from dualstore.schema import Layer
 from dualstore.shapes import Int64
 
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["Some", "Source", "sources_of", "without_errors"]
+__all__ = ["Some", "Source", "sources_of", "whole_sources", "without_errors"]
 
 Some = Int64[ndarray, " _"] | slice
 """Which rows or columns of a weight, ascending."""
@@ -61,6 +62,17 @@ def sources_of(store: "Store", layer: Layer) -> tuple[Source, ...]:
             f"{store.path}: {lacking}: expected errors for a score other than attention and for weights, found keys only"
         )
     return _sharing(store, layer)
+
+
+def whole_sources(store: "Store", layer: Layer) -> tuple[Source, ...]:
+    """`sources_of`, for sums over all of their patterns.
+
+    Raises InexactError also where only a share of one's patterns was recorded, unless the store is opened to estimate them.
+    """
+    found = sources_of(store, layer)
+    for source in found:
+        check_whole(store.path, source.layer, store.rates(source.layer), inexact=store.inexact)
+    return found
 
 
 def without_errors(store: "Store", layer: Layer) -> str | None:

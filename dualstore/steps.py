@@ -141,6 +141,12 @@ class Steps:
         """For each step number whether the layer's weight or bias had no gradient, so that the optimiser passed it over."""
         return np.array([layer in found for found in self._lists("idle" if kind == "weight" else "idle_bias")], dtype=bool)
 
+    @cached_property
+    def sampled(self) -> bool:
+        """Whether of any layer and step only a share of the patterns was recorded."""
+        found = self.table.column("rates").combine_chunks()
+        return bool((found.flatten().to_numpy(zero_copy_only=False) != 1).any())
+
     def rates(self, layer: int) -> Float64[ndarray, " s"]:
         """For each step number the share of the layer's patterns that was recorded."""
         return np.array([found[layer] if layer < len(found) else 1.0 for found in self._lists("rates")], np.float64)

@@ -19,6 +19,7 @@ from dualstore.log import Log
 from dualstore.parameters import parameters_of
 from dualstore.probes import find_queries
 from dualstore.ranking import rank_patterns
+from dualstore.rates import Rates, rates_of, sample_note
 from dualstore.relations import run_sql
 from dualstore.repeats import build_repeats
 from dualstore.result import Result
@@ -54,7 +55,8 @@ def open_store(
     Args:
         budget_bytes: anonymous memory that a scan may take.
         threads: used by products of several queries.
-        inexact: whether an optimiser that is not known is taken for plain SGD, instead of refusing values.
+        inexact: whether an optimiser that is not known is taken for plain SGD, and what needs all patterns is estimated
+            where only a share of them was recorded, instead of refusing values.
 
     Raises StoreError where there is no store, DamagedError where its files contradict themselves.
     """
@@ -78,6 +80,7 @@ class Store:
         self.steps = Steps.read(steps)
         self._logs: dict[str, tuple[Any, Log]] = {}
         self._indexes: dict[int, LayerIndex] = {}
+        self._rates: dict[int, Rates | None] = {}
         self.labelling = Labelling(self.steps, self.info_file.tasks)
         if self.info_file.status == "recording":
             last = f"it is complete up to step {self.last_step}" if len(self.steps.numbers) else "no step of it is complete"
@@ -294,6 +297,12 @@ class Store:
         log = self._log(f"patterns/layer={layer.number}", pattern_columns(layer, self.info_file.dtype, self.info_file.format))
         return log if tokens is None else log.over(tokens, single(self.info_file.dtype))
 
+    def rates(self, layer: Layer) -> Rates | None:
+        """The rates at which one layer's patterns were recorded; None where all were."""
+        if layer.number not in self._rates:
+            self._rates[layer.number] = rates_of(self.steps, layer, self.layers.index(layer), len(self.layers))
+        return self._rates[layer.number]
+
     def index(self, layer: Layer, tokens: Int64[ndarray, " u"] | None = None) -> LayerIndex:
         """What the index knows of one layer's patterns: see `build_index`. There is none of tokens."""
         log = self.patterns(layer, tokens)
@@ -356,7 +365,9 @@ class Store:
         """
         found = self.layer(layer)
         until = _when(self, at_step, average)
-        return reweigh(self, [found], gains_of(gains), where=where, until=until, with_initial=with_initial)[0]
+        affine = reweigh(self, [found], gains_of(gains), where=where, until=until, with_initial=with_initial)[0]
+        self._warn_estimated([found])
+        return affine
 
     def write_weights(
         self,
@@ -384,7 +395,13 @@ class Store:
                 warnings.warn(f"{without_errors(self, layer)}: its parameters are left out", DualstoreWarning, stacklevel=2)
         found = reweigh(self, layers, gains_of(gains), where=where, until=until, with_initial=with_initial)
         tensors = {name: values.astype(self.info_file.precision) for name, values in parameters_of(layers, found).items()}
+        self._warn_estimated(layers)
         save_weights(Path(path), tensors)
+
+    def _warn_estimated(self, layers: Sequence[Layer]) -> None:
+        asked = [(layer, self.rates(layer)) for layer in layers]
+        for note in sample_note(asked, "weights are estimated from a recorded share of the patterns"):
+            warnings.warn(f"{self.path}: {note}", DualstoreWarning, stacklevel=3)
 
     def evaluate(
         self,

@@ -44,7 +44,7 @@ def describe(store: "Store") -> dict[str, Any]:
 
 
 def _describe_layer(store: "Store", layer: Layer) -> dict[str, Any]:
-    log = store.patterns(layer)
+    log, rates = store.patterns(layer), store.rates(layer)
     return {
         "layer": layer.number,
         "name": layer.name,
@@ -55,6 +55,7 @@ def _describe_layer(store: "Store", layer: Layer) -> dict[str, Any]:
         "keys": layer.keys,
         "errors": layer.errors,
         "rows": log.rows,
+        "recorded": 1.0 if rates is None else rates.share,
         "parts": len(log.parts),
         "bytes": sum(_size(part.path) for part in log.parts),
         "nonfinite_rows": _nonfinite(log),

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from dualstore.errors import QueryError
 from dualstore.explain import Explain
 from dualstore.probes import Queries
+from dualstore.rates import Rates, check_whole, sample_note
 from dualstore.repeats import Alphas
 from dualstore.result import Result
 from dualstore.rows import Labelling, Select, Selector
@@ -85,12 +86,15 @@ def sum_groups(
     measure = "alpha" if score == "attention" else score
     keys = ", ".join(part for part in (name, by) if part)
     summed = f"abs({measure})" if absolute else measure
+    rates = [store.rates(layer) for layer, _ in asked]
+    sampled = any(found is not None for found in rates)
+    summed += " / _rate" if sampled else ""
     database = Database(threads=store.options.threads)
     sums = _Sums(database, keys, f"coalesce(fsum({summed}), 0) AS total, CAST(coalesce(sum(_rows), 0) AS BIGINT) AS count")
     none = store.labelling.empty()
     for column in dict.fromkeys(("alpha", measure)):
         none = none.append_column(column, pa.array([], pa.float64()))
-    none = _named(none, name, 0)
+    none = _named(_rated(none, rates[0], sampled), name, 0)
     # An aggregate alone makes a row of none; one beside columns is refused by `select`.
     if by.strip() and (database.select(none, None, by).num_rows or database.has_window(by)):
         raise QueryError(f"expression {by!r}: expected values of a row by itself, found an aggregate or a window")
@@ -106,26 +110,30 @@ def sum_groups(
         wholes = Wholes(database, store.labelling, select.where, by)
         for cells in read_cells(store.index(layer), layer.d_in) if wholes.possible else ():
             with explain.phase("index"):
-                alphas, taken = _take(cells, wholes, rest, queries.vectors, absolute=absolute)
+                alphas, taken = _take(cells, wholes, rest, queries.vectors, rates[0], absolute=absolute)
                 explain.index_bytes += cells.nbytes
                 explain.count("cells", len(cells))
                 rows = store.labelling.build(cells.step_first, None, None, cells.label, cells.task).filter(pa.array(taken))
                 counts = pa.array(cells.count[taken])
                 for index, number in enumerate(queries.names):
                     each = rows.append_column("alpha", pa.array(alphas[taken, index]))
-                    sums.add(_named(each, name, number), counts)
+                    sums.add(_named(_rated(each, rates[0], sampled), name, number), counts)
     with explain.phase("scan"):
-        for (layer, queries), valued in zip(asked, scores, strict=True):
+        for (layer, queries), valued, rate in zip(asked, scores, rates, strict=True):
             for index, number in enumerate(queries.names):
                 score_of = None if valued is None else valued.one(index)
                 for rows in attention(store, layer, queries.one(index), rest, explain, score_of):
-                    sums.add(_named(rows, name, number))
+                    sums.add(_named(_rated(rows, rate, sampled), name, number))
     with explain.phase("group"):
         table = sums.result(name)
     total = f"|{measure}|" if absolute else measure
-    shown = f"sum of {total}" + (f" by {by}" if by else "") + (f" where {where}" if where else "")
+    shown = (
+        ("estimated " if sampled else "") + f"sum of {total}" + (f" by {by}" if by else "") + (f" where {where}" if where else "")
+    )
     shown += "" if until is None else f", after step {until}"
     notes = [] if valued is None else explained(store, layer, queries, valued, None, until)
+    layers = [layer for layer, _ in asked]
+    notes += sample_note(list(zip(layers, rates, strict=True)), "estimated from a recorded share of the patterns")
     titles = "; ".join(queries.title for _, queries in asked)
     return Result(table, f"{shown}: {titles}", explain, notes)
 
@@ -142,6 +150,8 @@ def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | 
     sums = _Sums(database, "sample_id", measures)
     sums.add(store.labelling.empty().append_column("own", pa.array([], pa.float64())))
     explain = Explain(0, 0)
+    for layer in layers:
+        check_whole(store.path, layer, store.rates(layer), inexact=store.inexact)
     with explain.phase("scan"):
         for layer in layers:
             own = own_values(store, layer, until)
@@ -149,7 +159,9 @@ def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | 
             block_rows = max(64, store.options.budget_bytes // 8 // (16 * (layer.key_width + layer.d_out)))
             for piece in pieces(store.patterns(layer), select, block_rows, errors=True):
                 rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
-                sums.add(rows.append_column("own", pa.array(own(piece))))
+                rates = store.rates(layer)
+                found = own(piece) if rates is None else own(piece) / rates.at(piece.steps(slice(None)))
+                sums.add(rows.append_column("own", pa.array(found)))
     with explain.phase("group"):
         table = sums.result("")
         order = np.lexsort((table.column("sample_id").to_numpy(), -np.abs(table.column("total").to_numpy())))[:top]
@@ -160,7 +172,9 @@ def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | 
     shown = f"top {top} by self-influence" + (f" where {where}" if where else "")
     shown += "" if until is None else f", after step {until}"
     note = "self_influence = sum of c |x|^2 |e|^2 over a sample's visits: what its own patterns did to the loss of its batch, "
-    return Result(pa.table(columns), f"{shown}: layers {names}", explain, [note + "to first order; below zero: they lowered it"])
+    notes = [note + "to first order; below zero: they lowered it"]
+    notes += sample_note([(layer, store.rates(layer)) for layer in layers], "estimated from a recorded share of the patterns")
+    return Result(pa.table(columns), f"{shown}: layers {names}", explain, notes)
 
 
 def _named_samples(store: "Store", layer: Layer, samples: Sequence[int]) -> tuple[pa.Array, pa.Array]:
@@ -185,7 +199,7 @@ def _one_signed(queries: ndarray) -> bool:
 
 
 def _take(
-    cells: Cells, wholes: "Wholes", rest: Rest, queries: ndarray, *, absolute: bool
+    cells: Cells, wholes: "Wholes", rest: Rest, queries: ndarray, rates: Rates | None, *, absolute: bool
 ) -> tuple[Float64[ndarray, "c m"], Bool[ndarray, " c"]]:
     """Totals over the cells for each query, and which of them the question takes; `rest` is told what it need not scan."""
     taken, left = wholes(cells)
@@ -193,9 +207,19 @@ def _take(
     usable = np.isfinite(alphas).all(axis=1)
     if absolute:  # where all keys have one sign and the query has, too, all alphas have
         usable &= cells.sign != 0
+    if rates is not None:
+        usable &= rates.even(cells.step_first, cells.step_last)
     taken = taken & usable
     rest.leave_out(cells, taken | left)
     return np.abs(alphas) if absolute else alphas, taken
+
+
+def _rated(rows: pa.Table, rates: Rates | None, sampled: bool) -> pa.Table:
+    """The rows with the rate at which they were recorded, where any rows of the question were sampled."""
+    if not sampled:
+        return rows
+    found = np.ones(rows.num_rows) if rates is None else rates.at(rows.column("step").to_numpy())
+    return rows.append_column("_rate", pa.array(found))
 
 
 def _named(rows: pa.Table, name: str, number: Any) -> pa.Table:

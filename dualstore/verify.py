@@ -47,6 +47,8 @@ class LayerCheck:
     """Largest |y - y_rebuilt| / |y| over the probes recorded after the last step; None without such probes."""
     note: str = ""
     """Why nothing can be proven for the layer, where that is no problem."""
+    recorded: float = 1.0
+    """Share of the patterns that was recorded; below 1 nothing can be rebuilt."""
 
 
 @dataclass
@@ -77,7 +79,8 @@ def verify_store(store: "Store", *, probes: int = 8, until: int | None = None) -
     the trained weights against initial weights plus rows, also those of layers that share the weight; recorded outputs of up to
     `probes` probes against W_0 x + bias + sum of contributions. Problems found while recording are repeated. With `until`, the
     memory as it was after that step is checked against the probes recorded then; there are no trained weights of then to
-    compare. Of layers without errors nothing but rows and checksums can be checked, which their `note` says.
+    compare. Of layers without errors nothing but rows and checksums can be checked, which their `note` says. A layer of which
+    only a share of the patterns was recorded cannot be proven, which is a problem; its rows are counted.
     """
     found = Verification()
     for problem in store.info_file.problems:
@@ -99,7 +102,12 @@ def _verify_layer(store: "Store", layer: Layer, expected: ndarray, probes: int, 
     found.rows += log.rows
     for problem in [*_count_problems(store, layer, log, expected), *_damage(log), *_damage(store.probes(layer))]:
         found.problem(problem)
-    lacking = without_errors(store, layer)
+    lacking, rates = without_errors(store, layer), store.rates(layer)
+    if rates is not None:
+        where = f"layer {layer.number} ({layer.name})"
+        found.problem(f"{where}: {rates.share:.1%} of the patterns were recorded, from which its weights cannot be proven")
+        found.layers.append(LayerCheck(layer.number, layer.name, log.rows, None, None, recorded=rates.share))
+        return
     if lacking is not None:
         found.layers.append(LayerCheck(layer.number, layer.name, log.rows, None, None, f"{lacking}: its values cannot be proven"))
         return

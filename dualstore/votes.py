@@ -13,6 +13,7 @@ from numpy import ndarray
 from dualstore.kernels import error_bound
 from dualstore.keys import places
 from dualstore.probes import ProbeRows
+from dualstore.rates import Rates, sample_note
 from dualstore.repeats import Repeats, gather_repeats
 from dualstore.result import Result
 from dualstore.rows import Selector
@@ -45,7 +46,9 @@ def count_votes(store: "Store", layers: Sequence[Layer], *, where: str | None) -
     kinds = [pa.int32(), pa.string(), pa.int64(), pa.float64(), pa.float64()]
     names = ["layer", "prediction", "probes", "target_accuracy", "output_accuracy"]
     schema = pa.schema(list(zip(names, kinds, strict=True)))
-    return Result(pa.Table.from_pylist(found, schema), "votes" + (f" where {where}" if where else ""))
+    rates = [(layer, store.rates(layer)) for layer in layers]
+    notes = sample_note(rates, "estimated from a recorded share of the patterns")
+    return Result(pa.Table.from_pylist(found, schema), "votes" + (f" where {where}" if where else ""), notes=notes)
 
 
 def _share(hits: ndarray) -> float | None:
@@ -58,7 +61,7 @@ def _votes(store: "Store", layer: Layer, probes: ProbeRows, where: str | None) -
         return _token_votes(store, layer, probes.vectors("x"), where)
     if layer.number == 0:
         return _magnitude_votes(store, layer, probes.vectors("x"), where)
-    labels, sums = _label_sums(store, layer, where)
+    labels, sums = _label_sums(store, layer, where, _uneven(store, layer))
     each = max(1, store.options.budget_bytes // 4 // (layer.d_in * 8))
     votes = [np.zeros(0, np.int32)]
     for start in range(0, len(probes.row), each):
@@ -69,13 +72,21 @@ def _votes(store: "Store", layer: Layer, probes: ProbeRows, where: str | None) -
     return np.concatenate(votes)
 
 
-def _label_sums(store: "Store", layer: Layer, where: str | None) -> tuple[Int32[ndarray, " l"], Float64[ndarray, "l d"]]:
-    """Labels and the sums of their keys."""
+def _uneven(store: "Store", layer: Layer) -> Rates | None:
+    """The rates of a layer whose patterns do not all stand for as many: where they do, totals compare as they are."""
+    rates = store.rates(layer)
+    return None if rates is None or rates.constant else rates
+
+
+def _label_sums(
+    store: "Store", layer: Layer, where: str | None, rates: Rates | None
+) -> tuple[Int32[ndarray, " l"], Float64[ndarray, "l d"]]:
+    """Labels and the sums of their keys, each over its rate."""
     from dualstore.database import Database  # DuckDB is slow to start
 
     sums, rest = _LabelSums(layer.d_in), Rest(Selector(store.labelling, where, None))
     wholes = Wholes(Database(), store.labelling, where, "label")
-    for cells in read_cells(store.index(layer), layer.d_in) if wholes.possible else ():
+    for cells in read_cells(store.index(layer), layer.d_in) if wholes.possible and rates is None else ():
         taken, left = wholes(cells)
         taken &= cells.finite()
         rest.leave_out(cells, taken | left)
@@ -83,7 +94,8 @@ def _label_sums(store: "Store", layer: Layer, where: str | None) -> tuple[Int32[
         sums.add(labels, cells.merged(np.where(taken, np.searchsorted(labels, cells.label), -1), len(labels)))
     for piece in pieces(store.patterns(layer), rest, 4096):
         labels = piece.mapping.array(piece.group, "label")[piece.local]
-        sums.add(labels, piece.selected_keys(slice(None)).astype(np.float64))
+        keys = piece.selected_keys(slice(None)).astype(np.float64)
+        sums.add(labels, keys if rates is None else keys / rates.at(piece.steps(slice(None)))[:, None])
     return sums.result()
 
 
@@ -111,21 +123,23 @@ class _Magnitudes:
         each = max(1, budget_bytes // (_BLOCK_ROWS * vectors.itemsize))
         self._chunks = [slice(start, start + each) for start in range(0, len(vectors), each)]
         self._size = np.linalg.norm(vectors.astype(np.float64), axis=1)
-        self._bound = error_bound(vectors.shape[1] + _BLOCK_ROWS + 4, vectors.dtype)
+        self._bound = error_bound(vectors.shape[1] + _BLOCK_ROWS + 5, vectors.dtype)
         self._tiny = vectors.shape[1] * float(np.finfo(vectors.dtype).tiny)
         """What a product may lose by underflow."""
         self._totals: dict[int, Float64[ndarray, " p"]] = {}
         self._norms: dict[int, float] = {}
-        self._rows = 0
+        self._rows = 0.0
 
-    def add(self, labels: Int32[ndarray, " n"], keys: Float[ndarray, "n d"], counts: Int64[ndarray, " n"]) -> None:
+    def add(
+        self, labels: Int32[ndarray, " n"], keys: Float[ndarray, "n d"], counts: Int64[ndarray, " n"] | Float64[ndarray, " n"]
+    ) -> None:
         """Adds keys that stand for `counts` rows each."""
         for label in np.unique(labels[labels >= 0]).tolist():
             mine = np.flatnonzero(labels == label)
             for some in np.split(mine, range(_BLOCK_ROWS, len(mine), _BLOCK_ROWS)):
                 self._add(label, keys[some].astype(self._vectors.dtype), counts[some])
 
-    def _add(self, label: int, keys: Float[ndarray, "n d"], counts: Int64[ndarray, " n"]) -> None:
+    def _add(self, label: int, keys: Float[ndarray, "n d"], counts: Int64[ndarray, " n"] | Float64[ndarray, " n"]) -> None:
         totals = self._totals.setdefault(label, np.zeros(len(self._vectors)))
         with np.errstate(over="ignore", invalid="ignore"):
             for some in self._chunks:
@@ -134,7 +148,7 @@ class _Magnitudes:
                 totals[some] += counts.astype(sizes.dtype) @ sizes
             norm = float(counts @ np.linalg.norm(keys.astype(np.float64), axis=1))
         self._norms[label] = self._norms.get(label, 0.0) + norm
-        self._rows += int(counts.sum())
+        self._rows += float(counts.sum())
 
     def votes(self) -> tuple[Int32[ndarray, " p"], Bool[ndarray, " p"]]:
         """The label with the largest total for each probe, -1 where there is none; and whether rounding cannot change it."""
@@ -155,7 +169,7 @@ def _magnitude_votes(store: "Store", layer: Layer, vectors: Float[ndarray, "p d"
 
     Memory: as `Options.budget_bytes` allows; keys that come again are multiplied once.
     """
-    log, budget = store.patterns(layer), store.options.budget_bytes
+    log, budget, rates = store.patterns(layer), store.options.budget_bytes, _uneven(store, layer)
     votes, sure = np.full(len(vectors), -1, np.int32), np.zeros(len(vectors), bool)
     repeats: Repeats | None = None
     for dtype in dict.fromkeys((vectors.dtype, np.dtype(np.float64))):
@@ -169,10 +183,12 @@ def _magnitude_votes(store: "Store", layer: Layer, vectors: Float[ndarray, "p d"
             nonlocal single
             single += len(index)
             labels = piece.mapping.array(piece.group, "label")[piece.local[index]]
-            magnitudes.add(labels, piece.selected_keys(index), np.ones(len(index), np.int64))
+            counts = np.ones(len(index)) if rates is None else 1 / rates.at(piece.steps(index))
+            magnitudes.add(labels, piece.selected_keys(index), counts)
 
         if repeats is None:
-            found = gather_repeats(log, Selector(store.labelling, where, None), budget // 4 // 64, once)
+            most = budget // 4 // 64 if rates is None else 0  # equal keys of different rates do not count the same
+            found = gather_repeats(log, Selector(store.labelling, where, None), most, once)
             repeats = found if not single else None
         else:
             found = repeats

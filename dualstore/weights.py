@@ -22,7 +22,7 @@ from dualstore.errors import DamagedError, InexactError, StoreError
 from dualstore.keys import add_products, through, wide
 from dualstore.schema import Layer
 from dualstore.shapes import Float64, Int64
-from dualstore.sharing import Some, Source, sources_of
+from dualstore.sharing import Some, Source, sources_of, whole_sources
 from dualstore.writer import write_whole
 
 if TYPE_CHECKING:
@@ -87,12 +87,13 @@ def rebuild(
     """The layer's weights from initial weights and rows, in one pass over its log, and its response to `queries`.
 
     As they were after step `until`, by default after the last one; of some of the layer's outputs and inputs, which ascend, by
-    default all.
+    default all. Of a layer of which only a share of the patterns was recorded they are estimates, and refused unless the store
+    is opened for that.
 
     Memory: two matrices of the weights' size in float64 and one block of rows. Raises InexactError where the
     optimiser's coefficients are not known.
     """
-    sources = sources_of(store, layer)
+    sources = whole_sources(store, layer)
     if replayed(store):
         return _replay(store, layer, queries, until, np.arange(layer.d_out) if outputs is None else outputs, inputs)
     parts = {kind: coefficients_of(store, layer, kind, until) for kind in ("weight", "bias")}
@@ -280,11 +281,15 @@ def _tensor(found: Tensors, name: str, shape: tuple[int, ...], store: "Store") -
 
 
 def _rows(store: "Store", source: Source, until: When, outputs: Some, inputs: Some) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
-    """(steps, x, e) of all patterns up to a step at least, as the asked layer sees them, some of x and e in float64."""
-    until, errors = last_step(until), source.errors(outputs, inputs)
+    """(steps, x, e) of all patterns up to a step at least, as the asked layer sees them, some of x and e in float64.
+
+    Errors are over their rates.
+    """
+    until, errors, rates = last_step(until), source.errors(outputs, inputs), store.rates(source.layer)
     for group in store.patterns(source.layer).groups:
         for _, block in group.part.mapping.blocks(group, ["step", "x", "e"], _BLOCK_ROWS):
             if until is not None and len(block["step"]) and block["step"][0] > until:
                 return
-            x, e = source.keys(block["x"], outputs, inputs), block["e"][:, errors]
-            yield block["step"], *source.seen(wide(x), wide(e))
+            x, e = source.keys(block["x"], outputs, inputs), wide(block["e"][:, errors])
+            e = e if rates is None else e / rates.at(block["step"])[:, None]
+            yield block["step"], *source.seen(wide(x), e)

@@ -21,7 +21,7 @@ from safetensors.numpy import save
 
 from dualstore.half import as_stored
 from dualstore.part import Mark, PartWriter, sync_directory
-from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns
+from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns, single
 from dualstore.spool import Spool
 from dualstore.steps import DEFAULTS, STEPS_SCHEMA
 
@@ -148,17 +148,20 @@ class StoreWriter:
             self._open.patterns[layer.number].rollback(mark)
 
     def end_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Makes the added patterns one step; `groups` has its row of `steps/` for each parameter group."""
-        if not self._open.planned_steps:
+        """Makes the added patterns one step; `groups` has its row of `steps/` for each parameter group.
+
+        Where only a share of the patterns was added, the rows say so in "rates".
+        """
+        if self._step.rows and not self._open.planned_steps:
             self._open.planned_steps = self._plan()
         counts = [self._step.rows.get(layer.number, 0) for layer in self.info.layers]
         self.last_step += 1
         common = {**DEFAULTS, "step": self.last_step, "rows": counts}
         self._open.steps += [{**common, **group} for group in groups]
-        self._open.taken += 1
+        self._open.taken += bool(self._step.rows)
         self._step = _Step()
         late = time.monotonic() - self._flushed_at > self._flush_s
-        if self._open.taken >= self._open.planned_steps or late:
+        if self._open.taken >= self._open.planned_steps > 0 or late:
             self.flush()
 
     def write_probes(self, layer: Layer, rows: Columns, x: NDArray[Any], y: NDArray[Any], g: NDArray[Any] | None = None) -> None:
@@ -166,7 +169,8 @@ class StoreWriter:
         part = self._part(self._open.probes, "probes", layer, probe_columns)
         mark = part.mark()
         try:
-            part.append(*_columns(layer, rows, x, {"y": y, "g": np.full_like(y, np.nan) if g is None else g}))
+            g = np.full_like(y, np.nan) if g is None else g
+            part.append(*_columns(rows, {_key(layer): x, "y": y, "g": g}, single(self.info.dtype)))
         except BaseException:
             part.rollback(mark)
             raise

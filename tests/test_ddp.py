@@ -77,7 +77,7 @@ def start(folder: Path, rank: int, mode: str) -> subprocess.Popen[str]:
 def run(folder: Path, mode: str) -> None:
     ranks = [start(folder, rank, mode) for rank in range(2)]
     for process in ranks:
-        out, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert "Warning" not in err, err
 

@@ -124,8 +124,8 @@ class Stepper:
             frozen = [not p.requires_grad for p in parameters]
             if any(frozen) and not all(frozen) and any(p.grad is not None and not p.requires_grad for p in parameters):
                 self._notes.problem(
-                    f"layer {recorded.layer.name!r}: a parameter is frozen but keeps its gradient, which the optimiser goes on using; "
-                    "its values will not be exact: set the gradient to None"
+                    f"layer {recorded.layer.name!r}: a parameter is frozen but keeps its gradient, which the optimiser goes on "
+                    "using; its values will not be exact: set the gradient to None"
                 )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
