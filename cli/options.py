@@ -102,7 +102,7 @@ inexact_option = click.option(
 
 pool_option = click.option("--pool", type=click.Choice(["mean", "sum"]), help="Of the scores for all queries, instead of each.")
 
-where_option = click.option("--where", help="SQL condition on step, epoch, sample_id, position, label, task.")
+where_option = click.option("--where", help="SQL condition on step, epoch, sample_id, position, label, task, slot, duplicate.")
 
 
 def open_from(store: Path, memory_mb: int = 256, threads: int = 2, inexact: bool = False) -> dualstore.Store:

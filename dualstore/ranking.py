@@ -17,7 +17,7 @@ from dualstore.log import Log
 from dualstore.probes import Queries
 from dualstore.rates import sample_note
 from dualstore.result import Result
-from dualstore.rows import ROW_COLUMNS, Selector
+from dualstore.rows import SHOWN_COLUMNS, Selector
 from dualstore.schema import Layer
 from dualstore.scores import Score, Traced
 from dualstore.scoring import check_score, check_step, explained, find_score
@@ -83,11 +83,11 @@ def rank_patterns(
     columns: dict[str, Any] = {}
     if queries.column is not None:
         columns[queries.column] = queries.names[ranking.query]
-    if per is not None and per.strip() not in ROW_COLUMNS:
+    if per is not None and per.strip() not in SHOWN_COLUMNS:
         columns["group"] = pa.array([select.values[code] for code in ranking.code], select.value_type)
     columns |= {"rank": ranking.rank}
     columns |= {"alpha": ranking.alpha} if valued is None else _valued(log, queries, valued, ranking)
-    columns |= {name: rows.column(name) for name in ROW_COLUMNS}
+    columns |= {name: rows.column(name) for name in SHOWN_COLUMNS}
     columns["task"] = pa.array(rows.column("task").to_pylist(), pa.string())
     table = _by_group(pa.table(columns), ranking.query, per, select.values, ranking.code)
     by = "alpha" if valued is None else score

@@ -86,12 +86,13 @@ def _literal(path: Path) -> str:
 
 _ROW = [("step", pa.int32()), ("epoch", pa.int32()), ("sample_id", pa.int64()), ("position", pa.int32())]
 _NAMED = [("label", pa.int32()), ("task", pa.string())]
+_SAMPLER = [("slot", pa.int32()), ("duplicate", pa.int32())]
 _PROBE = [("layer", pa.int32()), ("test_id", pa.int64()), ("position", pa.int32()), ("step", pa.int32())]
 _VECTOR = pa.list_(pa.float32())
 _VECTORS = [("x", _VECTOR), ("y", _VECTOR), ("g", _VECTOR)]
 _TOKEN = ("token", pa.int32())
 _EMPTY = {
-    "patterns": pa.schema([("layer", pa.int32()), *_ROW, *_NAMED, ("x", _VECTOR), ("e", _VECTOR), _TOKEN]),
+    "patterns": pa.schema([("layer", pa.int32()), *_ROW, *_NAMED, *_SAMPLER, ("x", _VECTOR), ("e", _VECTOR), _TOKEN]),
     "probes": pa.schema([*_PROBE, *_NAMED, ("predicted", pa.int32()), *_VECTORS, _TOKEN]),
     "samples": pa.schema([("sample_id", pa.int64()), *reversed(_NAMED), ("payload", pa.binary()), ("mime", pa.string())]),
 }

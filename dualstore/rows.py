@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,18 +11,23 @@ from numpy import ndarray
 
 from dualstore.errors import QueryError
 from dualstore.log import Group, Log, Mapping
+from dualstore.schema import FORMAT
 from dualstore.shapes import Bool, Int64
 from dualstore.steps import Steps
 
-__all__ = ["ROW_COLUMNS", "Labelling", "Select", "Selection", "Selector"]
+__all__ = ["ROW_COLUMNS", "SHOWN_COLUMNS", "Labelling", "Select", "Selection", "Selector"]
 
 _NAN = float("nan")
 """Stands for every NaN of a group expression: one group, not one for each run of rows."""
 
-ROW_COLUMNS = ("step", "epoch", "sample_id", "position", "label", "task")
-"""Columns that `where` and group expressions may use."""
+ROW_COLUMNS = ("step", "epoch", "sample_id", "position", "label", "task", "slot", "duplicate")
+"""Columns that `where` and group expressions may use; the last two since format 3."""
 
-_STORED = {"step": np.int32, "sample_id": np.int64, "position": np.int32, "label": np.int32, "task": np.int32}
+SHOWN_COLUMNS = ROW_COLUMNS[:6]
+"""Columns that an answer shows of each pattern."""
+
+_STORED: dict[str, Any] = {"step": np.int32, "sample_id": np.int64, "position": np.int32, "label": np.int32, "task": np.int32}
+_SINCE_3: dict[str, Any] = {"slot": np.int32, "duplicate": np.int32}
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,13 @@ class Labelling:
 
     steps: Steps
     tasks: tuple[str, ...]
+    format: int = FORMAT
+    """Of the store."""
+
+    @cached_property
+    def _stored(self) -> dict[str, Any]:
+        """The stored columns that the row columns come from, and their types."""
+        return _STORED if self.format < 3 else _STORED | _SINCE_3
 
     def table(self, mapping: Mapping, groups: Sequence[Group]) -> pa.Table:
         """The row columns of consecutive groups; all but epoch and task are views of the file."""
@@ -37,25 +50,25 @@ class Labelling:
 
     def take(self, log: Log, rows: Int64[ndarray, " n"]) -> pa.Table:
         """The row columns of the given row numbers, in their order."""
-        columns = log.take(list(_STORED), rows)
-        return self.build(*(columns[name] for name in _STORED))
+        columns = log.take(list(self._stored), rows)
+        return self.build(**{name: columns[name] for name in self._stored})
 
     def of_group(self, mapping: Mapping, group: Group) -> pa.Table:
         """The row columns of one row group."""
-        return self.build(*(mapping.array(group, name) for name in _STORED))
+        return self.build(**{name: mapping.array(group, name) for name in self._stored})
 
     def empty(self) -> pa.Table:
         """No rows."""
-        return self.build(*(np.zeros(0, dtype) for dtype in _STORED.values()))
+        return self.build(**{name: np.zeros(0, dtype) for name, dtype in self._stored.items()})
 
-    def build(self, step: ndarray, sample_id: ndarray | None, position: ndarray | None, label: ndarray, task: ndarray) -> pa.Table:
-        """The row columns of stored numbers; sample_id and position are 0 where they do not matter."""
+    def build(self, step: ndarray, label: ndarray, task: ndarray, **others: ndarray) -> pa.Table:
+        """The row columns of stored numbers; those that are not given, because they do not matter, are 0."""
         missing = (task < 0) | (task >= len(self.tasks))
         named = pa.DictionaryArray.from_arrays(pa.array(task, mask=missing), pa.array(self.tasks, pa.string()))
-        sample_id = np.zeros(len(step), np.int64) if sample_id is None else sample_id
-        position = np.zeros(len(step), np.int32) if position is None else position
-        columns = [step, self.steps.epoch_of(step), sample_id, position, label]
-        return pa.table([*map(pa.array, columns), named], names=list(ROW_COLUMNS))
+        columns = {"step": step, "epoch": self.steps.epoch_of(step), "label": label, "task": named, **others}
+        found = {name: columns.get(name) for name in ROW_COLUMNS if name in columns or name in self._stored}
+        zeros = {name: np.zeros(len(step), self._stored[name]) for name, values in found.items() if values is None}
+        return pa.table({name: pa.array(values) for name, values in (found | zeros).items()})
 
 
 @dataclass(frozen=True)

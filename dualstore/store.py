@@ -81,7 +81,7 @@ class Store:
         self._logs: dict[str, tuple[Any, Log]] = {}
         self._indexes: dict[int, LayerIndex] = {}
         self._rates: dict[int, Rates | None] = {}
-        self.labelling = Labelling(self.steps, self.info_file.tasks)
+        self.labelling = Labelling(self.steps, self.info_file.tasks, self.info_file.format)
         if self.info_file.status == "recording":
             last = f"it is complete up to step {self.last_step}" if len(self.steps.numbers) else "no step of it is complete"
             warnings.warn(f"{path}: the recording is unfinished; {last}", DualstoreWarning, stacklevel=3)
@@ -130,7 +130,7 @@ class Store:
             bottom: the smallest alpha instead.
             absolute: the largest |alpha| instead; alpha is shown with its sign.
             min_alpha: only patterns whose alpha, or |alpha|, is at least this.
-            where: SQL condition on step, epoch, sample_id, position, label, task.
+            where: SQL condition on step, epoch, sample_id, position, label, task, slot, duplicate.
             per: SQL expression; the best of each of its values.
             score: "attention", "contribution" or "influence"; `bottom` and `absolute` are by it.
             output: of a contribution: a number, or "predicted" or "label" of the test example at the layer that predicts.

@@ -113,7 +113,7 @@ def sum_groups(
                 alphas, taken = _take(cells, wholes, rest, queries.vectors, rates[0], absolute=absolute)
                 explain.index_bytes += cells.nbytes
                 explain.count("cells", len(cells))
-                rows = store.labelling.build(cells.step_first, None, None, cells.label, cells.task).filter(pa.array(taken))
+                rows = store.labelling.build(cells.step_first, cells.label, cells.task).filter(pa.array(taken))
                 counts = pa.array(cells.count[taken])
                 for index, number in enumerate(queries.names):
                     each = rows.append_column("alpha", pa.array(alphas[taken, index]))
@@ -255,7 +255,7 @@ class Wholes:
                 return np.zeros(len(cells), bool), np.zeros(len(cells), bool)
         cell = np.repeat(np.arange(len(cells)), count)
         step = (cells.step_first[cell] + np.arange(len(cell)) - np.repeat(np.cumsum(count) - count, count)).astype(np.int32)
-        rows = self._labelling.build(step, None, None, cells.label[cell], cells.task[cell]).select(self._columns)
+        rows = self._labelling.build(step, cells.label[cell], cells.task[cell]).select(self._columns)
         try:
             found = self._groups(rows.append_column("_cell", pa.array(cell)))
         except QueryError:  # of a label and step that no row has together; if rows have, the scan says so

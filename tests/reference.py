@@ -26,6 +26,8 @@ class Rows:
     x: ndarray
     e: ndarray
     epoch: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    slot: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    duplicate: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __len__(self) -> int:
         return len(self.step)
@@ -75,6 +77,8 @@ def write_store(
                     "label": rows.label[mine].astype(np.int32),
                     "task": rows.task[mine].astype(np.int32),
                 }
+                others = {name: getattr(rows, name) for name in ("slot", "duplicate")}
+                scalars |= {name: values[mine].astype(np.int32) for name, values in others.items() if len(values)}
                 writer.add_patterns(info, scalars, np.ascontiguousarray(rows.x[mine]), np.ascontiguousarray(rows.e[mine]))
         writer.end_step([group_row(int(epoch_of_step(step))) | {"rates": rates(step)}])
         if flush_every and (step + 1) % flush_every == 0:

@@ -387,7 +387,7 @@ def test_a_layer_without_patterns_has_no_best_rows(tmp_path: Path) -> None:
 
 
 GOOD = [1.0, 2.0, 3.0, 4.0, 5.0]
-COLUMNS = "columns: step, epoch, sample_id, position, label, task$"
+COLUMNS = "columns: step, epoch, sample_id, position, label, task, slot, duplicate$"
 
 
 @pytest.mark.parametrize(

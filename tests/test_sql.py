@@ -84,11 +84,12 @@ def task_names(codes: ndarray) -> list[str | None]:
 
 
 ROW = ["step", "epoch", "sample_id", "position", "label", "task"]
+SAMPLER = ["slot", "duplicate"]
 
 
 def test_patterns_hold_every_row_of_every_layer(store: Store) -> None:
     found = store.sql("SELECT * FROM patterns").to_arrow()
-    assert found.column_names == ["layer", *ROW, "x", "e", "token"]
+    assert found.column_names == ["layer", *ROW, *SAMPLER, "x", "e", "token"]
     for number, rows in enumerate(LAYERS):
         mine = found.filter(pc.equal(found.column("layer"), number)).to_pydict()
         got = sorted(zip(*(mine[name] for name in [*ROW[:5], "x", "e"]), mine["task"], strict=True), key=repr)
@@ -127,7 +128,7 @@ def test_attention_is_alpha_bit_for_bit(store: Store, layer: int | str, options:
     rows, store = LAYERS[0 if layer == 0 else 1], Store(store.path, options)
     query = np.random.default_rng(9).normal(size=rows.x.shape[1]).astype(np.float32)
     found = store.sql("SELECT * FROM attention", layer=layer, x=query).to_arrow()
-    assert found.column_names == [*ROW, "alpha"]
+    assert found.column_names == [*ROW, *SAMPLER, "alpha"]
     assert found.column("alpha").to_pylist() == reference.halved(rows.x, query).tolist()
     for name in ROW[:5]:
         assert found.column(name).to_pylist() == getattr(rows, name).tolist()
@@ -246,8 +247,8 @@ def test_a_store_without_rows_has_empty_relations(tmp_path: Path) -> None:
     store = dualstore.open(tmp_path)
     for name in ("patterns", "steps", "samples", "probes"):
         assert store.sql(f"SELECT count(*) AS n FROM {name}").to_dicts() == [{"n": 0}]
-    assert store.sql("SELECT * FROM attention", layer=0, x=[1, 2, 3]).columns == [*ROW, "alpha"]
-    assert store.sql("SELECT * FROM patterns").columns == ["layer", *ROW, "x", "e", "token"]
+    assert store.sql("SELECT * FROM attention", layer=0, x=[1, 2, 3]).columns == [*ROW, *SAMPLER, "alpha"]
+    assert store.sql("SELECT * FROM patterns").columns == ["layer", *ROW, *SAMPLER, "x", "e", "token"]
     assert store.sql("SELECT * FROM probes").columns == [
         "layer",
         "test_id",
