@@ -399,7 +399,7 @@ def test_a_key_that_is_not_finite_spoils_the_total_of_its_own_label_only(tmp_pat
     rows = make_rows(300, 2, 5, whole=True)
     rows.x[150, 0] = bad
     rows.label[150] = label
-    clean = Rows(**{name: values[np.arange(300) != 150] for name, values in vars(rows).items()})
+    clean = Rows(**{name: values[np.arange(len(values)) != 150] for name, values in vars(rows).items()})
     probes = make_probes(rows, 10, 6)
     probes["x"] = np.abs(probes["x"]) + 1
     with np.errstate(all="ignore"):
