@@ -166,7 +166,7 @@ def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | 
         table = sums.result("")
         order = np.lexsort((table.column("sample_id").to_numpy(), -np.abs(table.column("total").to_numpy())))[:top]
         sample_id, own, count = table.take(pa.array(order)).columns
-        label, task = _named_samples(store, layers[0], sample_id.to_pylist())
+        label, task = _named_samples(store, layers, sample_id.to_pylist())
         columns = {"sample_id": sample_id, "label": label, "task": task, "self_influence": own, "count": count}
     names = ", ".join(f"{layer.number} ({layer.name})" for layer in layers)
     shown = f"top {top} by self-influence" + (f" where {where}" if where else "")
@@ -177,20 +177,28 @@ def sum_self(store: "Store", layers: Sequence[Layer], *, top: int, where: str | 
     return Result(pa.table(columns), f"{shown}: layers {names}", explain, notes)
 
 
-def _named_samples(store: "Store", layer: Layer, samples: Sequence[int]) -> tuple[pa.Array, pa.Array]:
-    """Label and task that each sample had at its first visit."""
-    first: dict[int, tuple[int, str | None]] = {}
-    log = store.patterns(layer)
+def _named_samples(store: "Store", layers: Sequence[Layer], samples: Sequence[int]) -> tuple[pa.Array, pa.Array]:
+    """Label and task that each sample had at its first visit, at the first layer that it came to."""
+    found: dict[int, tuple[int, int, str | None]] = {}
+    for layer in layers:
+        found = _first_visits(store, layer, [sample for sample in samples if sample not in found]) | found
+    visits = [found[sample] for sample in samples]
+    return pa.array([label for _, label, _ in visits], pa.int32()), pa.array([task for _, _, task in visits], pa.string())
+
+
+def _first_visits(store: "Store", layer: Layer, samples: Sequence[int]) -> dict[int, tuple[int, int, str | None]]:
+    """Step, label and task of the first visit of each sample that came to a layer."""
+    first: dict[int, tuple[int, int, str | None]] = {}
     select = Selector(store.labelling, f"list_contains({list(samples)}, sample_id)", None)
-    for groups in log.chunks(RUN_ROWS) if samples else ():
+    for groups in store.patterns(layer).chunks(RUN_ROWS) if samples else ():
         mapping = groups[0].part.mapping
         rows = store.labelling.table(mapping, groups).take(pa.array(select(mapping, groups).rows))
-        for sample, label, task in zip(*(rows.column(name).to_pylist() for name in ("sample_id", "label", "task")), strict=True):
-            first.setdefault(sample, (label, task))
+        columns = (rows.column(name).to_pylist() for name in ("sample_id", "step", "label", "task"))
+        for sample, step, label, task in zip(*columns, strict=True):
+            first.setdefault(sample, (step, label, task))
         if len(first) == len(samples):
             break
-    found = [first[sample] for sample in samples]
-    return pa.array([label for label, _ in found], pa.int32()), pa.array([task for _, task in found], pa.string())
+    return first
 
 
 def _one_signed(queries: ndarray) -> bool:

@@ -365,3 +365,18 @@ def test_a_store_without_initial_weights_or_gradients_has_no_values(tmp_path: Pa
     (tmp_path / "store.json").write_text(json.dumps(text | {"format": 1}))
     with pytest.raises(QueryError, match="influence needs the gradient of a loss"):
         dualstore.open(tmp_path).query(test_id=0, layer=0, score="influence")
+
+
+def test_a_sample_that_came_to_a_later_layer_only_has_its_name_from_there(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+
+    def rows_of(step: list[int], label: int) -> Rows:
+        steps, zeros = np.array(step, np.int32), np.zeros(len(step), np.int32)
+        x, e = rng.normal(size=(len(step), 3)), rng.normal(size=(len(step), 2))
+        return Rows(steps, steps.astype(np.int64) + 5, zeros, zeros + label, zeros, x, e)
+
+    write_store(tmp_path, [rows_of([0], 1), rows_of([0, 1], 2)], tasks=("t",))
+    (tmp_path / "weights").mkdir()
+    save_file({}, tmp_path / "weights" / "initial.safetensors")
+    found = {row["sample_id"]: (row["label"], row["count"]) for row in dualstore.open(tmp_path).self_influence()}
+    assert found == {5: (1, 2), 6: (2, 1)}
