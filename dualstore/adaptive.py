@@ -26,6 +26,7 @@ from dualstore.coefficients import When, entering
 from dualstore.errors import DamagedError
 from dualstore.keys import add_products, wide
 from dualstore.log import Log
+from dualstore.ranks import shares
 from dualstore.schema import Layer
 from dualstore.shapes import Float64, Int64
 from dualstore.sharing import Some, Source, whole_sources
@@ -48,7 +49,7 @@ _STATE = {
 
 @dataclass(frozen=True)
 class Stretch:
-    """The patterns of one step at one layer and the factors of some rows of the weight for them."""
+    """The patterns that a rank wrote in one step at one layer, and the factors of some rows of the weight for them."""
 
     source: Source
     """The layer: the one that is asked, or one that shares its weight."""
@@ -301,43 +302,50 @@ class _Together:
         self._rows, self._inputs = rows, inputs
 
     def read(self, number: int, outputs: Int64[ndarray, " b"]) -> Iterator[tuple[Source, int, ndarray, ndarray, float]]:
-        """For each layer the row number of its first pattern in the step, some of its x and e, and which share they are."""
+        """For each layer and rank the row number of the first pattern in the step, some of x and e, and which share they are."""
         for source, rows in self._rows:
             wanted = np.arange(source.layer.d_out)[source.errors(outputs, self._inputs)]
-            first, x, e = rows.read(number, wanted)
-            yield source, first, *source.seen(source.keys(x, outputs, self._inputs), e), rows.rate(number)
+            for first, x, e in rows.read(number, wanted):
+                yield source, first, *source.seen(source.keys(x, outputs, self._inputs), e), rows.rate(number)
 
 
 class _Rows:
-    """The patterns of a layer, one step at a time; steps must be in order, as the recorder writes them."""
+    """The patterns of a layer, one step at a time; steps must be in order, as each rank writes them."""
 
     def __init__(self, store: "Store", layer: Layer, kind: str) -> None:
         self._log: Log = store.patterns(layer)
         self._layer, self._kind, self._path = layer, kind, store.path
-        counts = store.steps.rows_per_step(len(store.layers))[:, store.layers.index(layer)]
-        self._ends = np.cumsum(counts)
-        self._counts = counts
+        index, ranks = store.layers.index(layer), store.steps.rows_by_rank(len(store.layers))
+        self._counts = [counts[:, index] for counts in ranks]
+        self._shares = shares(self._log, len(ranks))
+        self._ends = [first + np.cumsum(counts) for (first, _), counts in zip(self._shares, self._counts, strict=True)]
         rates = store.rates(layer)
-        self._rates = None if rates is None else np.where(counts > 0, rates.rates, 1.0)
+        self._rates = None if rates is None else np.where(sum(self._counts) > 0, rates.rates, 1.0)
 
     def rate(self, number: int) -> float:
         """The share of the patterns of the step in this place that was recorded; 1 where there are none."""
         return 1.0 if self._rates is None else float(self._rates[number])
 
-    def read(self, number: int, outputs: Int64[ndarray, " b"]) -> tuple[int, ndarray, ndarray]:
-        """Row number of the first, x and some of e in float64, of the step in this place of the steps log."""
-        end = int(self._ends[number])
-        first = end - int(self._counts[number])
+    def read(self, number: int, outputs: Int64[ndarray, " b"]) -> list[tuple[int, ndarray, ndarray]]:
+        """Row number of the first, x and some of e in float64, of what each rank has of the step in this place of the steps log."""
+        return [self._read(rank, number, outputs) for rank in range(len(self._counts))]
+
+    def _read(self, rank: int, number: int, outputs: Int64[ndarray, " b"]) -> tuple[int, ndarray, ndarray]:
+        begin, behind = self._shares[rank]
+        end = int(self._ends[rank][number])
+        first = end - int(self._counts[rank][number])
         found: list[tuple[ndarray, ndarray]] = []
         for group, some in self._log.spans(first, end):
             mapping = group.part.mapping
             e = mapping.array(group, "e", some)[:, outputs].astype(np.float64)
             x = wide(mapping.array(group, "x", some)) if self._kind == "weight" else np.ones((len(e), 1))
             found.append((x, e))
-        if sum(len(x) for x, _ in found) != end - first:
+        if end > behind or sum(len(x) for x, _ in found) != end - first:
+            of = f", rank {rank}" if len(self._counts) > 1 else ""
+            expected = f"expected {self._counts[rank].sum()} patterns, as the steps log says"
             raise DamagedError(
-                f"{self._path}: layer {self._layer.number} ({self._layer.name}): expected {self._ends[-1]} patterns, as the steps "
-                f"log says, found {self._log.rows}; look with dualstore verify"
+                f"{self._path}: layer {self._layer.number} ({self._layer.name}){of}: {expected}, found {behind - begin}; "
+                "look with dualstore verify"
             )
         width = self._layer.d_in if self._kind == "weight" else 1
         if len(found) == 1:

@@ -109,7 +109,7 @@ def evaluate(store: "Store", gains: Sequence[Gain], *, where: str | None, until:
         right = network.right([memory.under(factors, with_initial=with_initial) for memory in memories])
         for task in sorted(set(network.tasks.tolist())):
             mine = network.tasks == task
-            known = store.info_file.tasks[task] if 0 <= task < len(store.info_file.tasks) else None
+            known = store.labelling.names[task] if task >= 0 else None
             for name, value in (*zip(_columns(gains), factors, strict=True), ("task", known), ("probes", int(mine.sum())),
                                 ("accuracy", float(right[mine].mean()))):  # fmt: skip
                 rows[name].append(value)
@@ -278,7 +278,7 @@ class _Network:
         self.named = [self._activation(store, number) for number in range(1, len(store.layers))]
         self._activations = [_ACTIVATIONS[name] for name in self.named]
         self._kept = np.flatnonzero(labels >= 0)
-        self._labels, self.tasks = labels[self._kept], tasks[self._kept]
+        self._labels, self.tasks = labels[self._kept], store.labelling.named(tasks[self._kept])
 
     def _activation(self, store: "Store", number: int) -> str:
         """The activation before a layer. Raises QueryError where the probes show none of those that are known."""

@@ -141,7 +141,7 @@ def values(table: pa.Table, name: str) -> NDArray[Any]:
 
 
 def fingerprint(part: Part) -> str:
-    """Tells a part from every other of its name: changes with its layout and with the checksums of its pages.
+    """Tells a part from every other of its name: changes with its layout, the checksums of its pages and the rows that count.
 
     Pages of other writers may have no checksums; their files are told apart by the time of their last change, too.
     """
@@ -159,7 +159,8 @@ def fingerprint(part: Part) -> str:
     except OSError as error:
         raise DamagedError(f"{part.path}: cannot be read: {error.strerror}") from error
     changed = "" if part.metadata.created_by == "dualstore" else f"-{state.st_mtime_ns}"
-    return f"{state.st_size}-{crc:08x}{changed}"
+    cut = "" if part.rows == part.metadata.num_rows else f"-{part.rows}"
+    return f"{state.st_size}-{crc:08x}{changed}{cut}"
 
 
 def _is_whole(table: pa.Table) -> bool:

@@ -29,7 +29,7 @@ from dualstore import thrift
 from dualstore.errors import DamagedError
 from dualstore.half import as_read, needed
 from dualstore.keys import units
-from dualstore.schema import Column
+from dualstore.schema import Column, PartName
 
 KEPT_PARTS = 1000
 """A log of more parts maps them one at a time: the system bounds the number of mappings."""
@@ -46,8 +46,14 @@ class Group:
     part: "Part"
     index: int
     rows: int
+    """That belong to the log: all, or the first of them."""
     first: int
     """Number of the group's first row in its log."""
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows in the file."""
+        return int(self.part.metadata.row_group(self.index).num_rows)
 
     @property
     def max_norm(self) -> float | None:
@@ -80,6 +86,37 @@ class Part:
         rows = [self.metadata.row_group(index).num_rows for index in range(self.metadata.num_row_groups)]
         if sum(rows) != self.metadata.num_rows or min(rows, default=0) < 0:
             raise DamagedError(f"{path}: expected {self.metadata.num_rows} rows in its row groups, found {rows}")
+        self.group_rows = rows
+        """How many rows of each row group belong to the log, from its first on."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that belong to the log."""
+        return sum(self.group_rows)
+
+    @property
+    def rank(self) -> int:
+        """Of the writer, as the name says."""
+        return PartName.of(self.path.name).rank
+
+    def cut(self, last_step: int) -> None:
+        """Leaves out the rows from the first one of a later step on: whole row groups by their statistics, of one it reads."""
+        rows, ended = [], False
+        for index, count in enumerate(self.group_rows):
+            kept = 0 if ended else self._rows_until(index, count, last_step)
+            ended = kept < count
+            rows.append(kept)
+        self.group_rows = rows
+
+    def _rows_until(self, index: int, count: int, last_step: int) -> int:
+        known = self.metadata.row_group(index).column(self.leaves["step"]).statistics
+        if known is not None and known.has_min_max and known.max <= last_step:
+            return count
+        if not count or (known is not None and known.has_min_max and known.min > last_step):
+            return 0
+        # Not the part's own mapping, which keeps what it was asked for: of the whole group.
+        later = Mapping(self).array(Group(self, index, count, 0), "step") > last_step
+        return int(later.argmax()) if later.any() else count
 
     @cached_property
     def note(self) -> dict[str, Any]:
@@ -244,7 +281,7 @@ class Mapping:
         """(offset, size) of the column's values in the file; None unless they are one plain run of bytes."""
         leaf = self.part.leaves[column.name]
         chunk = self.part.metadata.row_group(group.index).column(leaf)
-        size = group.rows * column.row_bytes
+        size = group.stored_rows * column.row_bytes
         start = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
         end = start + chunk.total_compressed_size
         if not 4 <= start < end <= self._bytes.size - 8 - self.part.metadata.serialized_size:
@@ -258,7 +295,7 @@ class Mapping:
         if at is None and (self.part.metadata.created_by == "dualstore" or _names_other_encoding(page, chunk.encodings)):
             where = f"{self.part.path}: row group {group.index}: column {column.name!r}"
             raise DamagedError(f"{where}: page header and footer contradict each other")
-        if at is None or chunk.num_values != group.rows * column.row_width or end - start - at != size:
+        if at is None or chunk.num_values != group.stored_rows * column.row_width or end - start - at != size:
             return None
         return start + at, size
 
@@ -267,8 +304,10 @@ class Mapping:
         try:
             with pq.ParquetFile(self.part.path) as file:
                 for batch in file.iter_batches(rows, row_groups=[group.index], columns=list(names)):
-                    yield start, {name: self._decode(batch.column(name), self.part.columns[name]) for name in names}
-                    start += batch.num_rows
+                    some = batch.slice(0, group.rows - start)
+                    if some.num_rows:
+                        yield start, {name: self._decode(some.column(name), self.part.columns[name]) for name in names}
+                    start += some.num_rows
         except (pa.ArrowException, OSError) as error:
             raise DamagedError(f"{self.part.path}: row group {group.index}: {_first_line(error)}") from error
         if start != group.rows:
@@ -292,9 +331,14 @@ class Mapping:
 class Log:
     """The rows of several parts, in the order of their file names. Holds footers only."""
 
-    def __init__(self, paths: Sequence[Path], columns: Sequence[Column]) -> None:
+    def __init__(self, paths: Sequence[Path], columns: Sequence[Column], last_step: int | None = None) -> None:
+        """With `last_step`, rows of later steps are not part of the log."""
         self.columns = tuple(columns)
         self.parts = [Part(path, columns, keep=len(paths) <= KEPT_PARTS) for path in paths]
+        if last_step is not None:
+            for part in self.parts:
+                part.cut(last_step)
+            self.parts = [part for part in self.parts if part.rows]
         self._known_starts: dict[str, NDArray[np.int64]] = {}
 
     def over(self, tokens: NDArray[np.int64], dtype: str) -> "Log":
@@ -311,15 +355,14 @@ class Log:
     @cached_property
     def rows(self) -> int:
         """Number of rows in all parts."""
-        return sum(part.metadata.num_rows for part in self.parts)
+        return sum(part.rows for part in self.parts)
 
     @cached_property
     def groups(self) -> list[Group]:
         """All row groups that hold rows, in order."""
         groups, first = [], 0
         for part in self.parts:
-            for index in range(part.metadata.num_row_groups):
-                rows = part.metadata.row_group(index).num_rows
+            for index, rows in enumerate(part.group_rows):
                 if rows:
                     groups.append(Group(part, index, rows, first))
                 first += rows
@@ -423,7 +466,7 @@ class Log:
         """Each part with the number of its first row in the log and its row groups that hold rows."""
         groups, first = iter(self.groups), 0
         for part in self.parts:
-            rows = part.metadata.num_rows
+            rows = part.rows
             mine: list[Group] = []
             while sum(group.rows for group in mine) < rows:
                 mine.append(next(groups))

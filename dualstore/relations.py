@@ -57,7 +57,7 @@ def run_sql(
     from dualstore.database import Database  # DuckDB is slow to start
 
     database = Database(budget_bytes=store.options.budget_bytes, threads=store.options.threads)
-    names = store.info_file.tasks
+    names = store.labelling.tasks
     database.register("tasks", pa.table({"task": pa.array(range(len(names)), pa.int32()), "name": pa.array(names, pa.string())}))
     database.register("epochs", pa.table({"step": store.steps.numbers, "epoch": store.steps.epochs}))
     database.register("steps", store.steps.table)
@@ -65,7 +65,8 @@ def run_sql(
         paths = store.part_paths(folder)
         if paths:
             mixed = {} if folder == "samples" else {"mixed": len({(layer.keys, layer.errors) for layer in store.layers}) > 1}
-            database.view(folder, folder, {"files": [_literal(path) for path in paths], **mixed})
+            last = {"last": store.last_step if store.cut else _NO_STEP} if folder == "patterns" else {}
+            database.view(folder, folder, {"files": [_literal(path) for path in paths], **mixed, **last})
         else:
             database.register(folder, empty.empty_table())
     attended = None if layer is None or queries is None else _Attention(store, layer, queries, score, until)
@@ -77,6 +78,10 @@ def run_sql(
         if attended is None or attended.error is None:
             raise
         raise attended.error from error
+
+
+_NO_STEP = (1 << 31) - 1
+"""No step is later."""
 
 
 def _literal(path: Path) -> str:

@@ -88,7 +88,7 @@ def build_repeats(index: LayerIndex, progress: Callable[[int], None] = lambda ro
     kept: set[tuple[str, str]] = set()
     for number, (part, start, groups) in enumerate(index.log.by_part()):
         table = index.table(part, KIND, SCHEMA, warn=False)
-        own = np.arange(start, start + part.metadata.num_rows)
+        own = np.arange(start, start + part.rows)
         firsts = own.copy() if table is None else values(table, "first")
         for group in groups:
             finder.look(group, firsts[group.first - start :][: group.rows], compare=table is None)

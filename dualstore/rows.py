@@ -35,7 +35,8 @@ class Labelling:
     """Turns the stored numbers into the row columns: adds the epoch, names the task."""
 
     steps: Steps
-    tasks: tuple[str, ...]
+    tasks: tuple[str | None, ...]
+    """The name of every task code; several codes may have the same, and some none."""
     format: int = FORMAT
     """Of the store."""
 
@@ -43,6 +44,22 @@ class Labelling:
     def _stored(self) -> dict[str, Any]:
         """The stored columns that the row columns come from, and their types."""
         return _STORED if self.format < 3 else _STORED | _SINCE_3
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of tasks, each once."""
+        return tuple(dict.fromkeys(name for name in self.tasks if name is not None))
+
+    @cached_property
+    def _places(self) -> ndarray:
+        """The place in `names` of every task code, and at the end -1 for those without a name."""
+        place = {name: number for number, name in enumerate(self.names)}
+        return np.array([*(-1 if name is None else place[name] for name in self.tasks), -1], np.int32)
+
+    def named(self, task: ndarray) -> ndarray:
+        """The place in `names` of each of some task codes; -1 for none."""
+        found: ndarray = self._places[np.where((task < 0) | (task >= len(self.tasks)), -1, task)]
+        return found
 
     def table(self, mapping: Mapping, groups: Sequence[Group]) -> pa.Table:
         """The row columns of consecutive groups; all but epoch and task are views of the file."""
@@ -63,9 +80,9 @@ class Labelling:
 
     def build(self, step: ndarray, label: ndarray, task: ndarray, **others: ndarray) -> pa.Table:
         """The row columns of stored numbers; those that are not given, because they do not matter, are 0."""
-        missing = (task < 0) | (task >= len(self.tasks))
-        named = pa.DictionaryArray.from_arrays(pa.array(task, mask=missing), pa.array(self.tasks, pa.string()))
-        columns = {"step": step, "epoch": self.steps.epoch_of(step), "label": label, "task": named, **others}
+        place = self.named(task)
+        names = pa.DictionaryArray.from_arrays(pa.array(place, mask=place < 0), pa.array(self.names, pa.string()))
+        columns = {"step": step, "epoch": self.steps.epoch_of(step), "label": label, "task": names, **others}
         found = {name: columns.get(name) for name in ROW_COLUMNS if name in columns or name in self._stored}
         zeros = {name: np.zeros(len(step), self._stored[name]) for name, values in found.items() if values is None}
         return pa.table({name: pa.array(values) for name, values in (found | zeros).items()})

@@ -4,15 +4,17 @@ The words are those of the README's format specification; every other module tak
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from dualstore.errors import DamagedError, StoreError
 
-__all__ = ["DTYPES", "FORMAT", "Column", "Layer", "Place", "StoreInfo", "pattern_columns", "probe_columns", "single"]
+__all__ = ["DTYPES", "FORMAT", "Column", "Layer", "PartName", "Place", "StoreInfo", "pattern_columns", "probe_columns", "single"]
 
 FORMAT = 3
 """Version of the disk layout. A reader refuses stores whose format is higher.
@@ -23,7 +25,11 @@ Format 1 had no g in probes, and no columns of adaptive optimisers in steps; unt
 DTYPES = ("float16", "float32", "float64")
 """Of stored keys and errors."""
 
+MOST_RANKS = 1 << 16
+
 Status = Literal["recording", "interrupted", "complete"]
+
+_PART_NAME = re.compile(r"part-(\d+)-(\d+)\.parquet")
 
 NO_LABEL = -1
 """Label of a pattern, probe or sample that has none; also the task code and prediction of one without."""
@@ -58,6 +64,22 @@ class Column:
     def as_read(self) -> "Column":
         """The column as readers see it: half precision as single."""
         return replace(self, dtype=single(self.dtype))
+
+
+class PartName(NamedTuple):
+    """The name of a part; parts are read in this order."""
+
+    rank: int
+    """Of the writer."""
+    sequence: int
+    name: str
+
+    @classmethod
+    @lru_cache(1 << 16)
+    def of(cls, name: str) -> "PartName":
+        """What a file name says; other programs may call their parts otherwise."""
+        found = _PART_NAME.fullmatch(name)
+        return cls(int(found[1]), int(found[2]), name) if found else cls(0, -1, name)
 
 
 @dataclass(frozen=True)
@@ -182,7 +204,7 @@ def probe_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Colu
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """The contents of `store.json`."""
+    """The contents of `store.json`, which rank 0 writes, or of the `rank-R.json` of another rank."""
 
     layers: tuple[Layer, ...]
     dtype: str
@@ -191,7 +213,7 @@ class StoreInfo:
     """Whether the optimiser's coefficients are known, so that values can be given."""
     status: Status = "recording"
     tasks: tuple[str, ...] = ()
-    """Task names; a row's task code is the index, -1 for none."""
+    """Task names of a rank; a row's task code is index * ranks + rank, -1 for none."""
     unrecorded: tuple[str, ...] = ()
     """Parameters that train but whose layers are not recorded."""
     problems: tuple[str, ...] = ()
@@ -200,6 +222,8 @@ class StoreInfo:
     maker: str = ""
     """What wrote the store, so that a program replaces only what it made itself."""
     format: int = FORMAT
+    ranks: int = 1
+    """Processes that write the store."""
     other: dict[str, Any] = field(default_factory=dict)
     """Keys of `store.json` that this version does not know; kept."""
 
@@ -218,17 +242,25 @@ class StoreInfo:
         other = values.pop("other")
         return json.dumps({"dualstore": "store", **other, **values}, indent=2) + "\n"
 
+    @staticmethod
+    def file_name(rank: int) -> str:
+        """Where a rank keeps its own."""
+        return "store.json" if rank == 0 else f"rank-{rank}.json"
+
     @classmethod
-    def read(cls, path: Path) -> "StoreInfo":
-        """`store.json` of the store at `path`.
+    def read(cls, path: Path, rank: int = 0) -> "StoreInfo":
+        """`store.json` of the store at `path`, or that of another rank.
 
         Raises StoreError where there is no store or its format is newer, DamagedError where the file is unreadable.
         """
-        file = path / "store.json"
+        file = path / cls.file_name(rank)
         if not path.is_dir():
             raise StoreError(f"{path}: no store there; record one with dualstore.record(...) or `dualstore demo`")
         if not file.is_file():
-            raise StoreError(f"{path}: not a store (it has no store.json); give the folder that a recording wrote")
+            others = sorted(other.name for other in path.glob("rank-*.json"))
+            found = f"only {', '.join(others)}, of a training in several processes" if others else "no store.json"
+            advice = "join the folders of all ranks: dualstore merge" if others else "give the folder that a recording wrote"
+            raise StoreError(f"{path}: not a store (it has {found}); {advice}")
         try:
             values = json.loads(file.read_text())
             kind, found = values.pop("dualstore"), values["format"]
@@ -260,4 +292,6 @@ class StoreInfo:
             raise ValueError(f"names {names}, exact {self.exact!r}")
         if self.dtype not in DTYPES or self.status not in get_args(Status):
             raise ValueError(f"dtype {self.dtype!r}, status {self.status!r}")
+        if type(self.ranks) is not int or not 1 <= self.ranks <= MOST_RANKS:
+            raise ValueError(f"ranks {self.ranks!r}")
         return self

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dualstore.errors import DamagedError
 from dualstore.shapes import Bool, Float64, Int32, Int64
 
-__all__ = ["DEFAULTS", "STEPS_SCHEMA", "Steps"]
+__all__ = ["DEFAULTS", "STEPS_SCHEMA", "RankSteps", "Steps"]
 
 STEPS_SCHEMA = pa.schema(
     [
@@ -72,11 +72,25 @@ _LISTS = ("rows", "idle", "idle_bias", "rates")
 
 
 @dataclass(frozen=True)
+class RankSteps:
+    """What is particular to one of several ranks whose logs are joined."""
+
+    last_step: int
+    """The last one that it has committed, -1 for none."""
+    rows: Int64[ndarray, "s layers"]
+    """How many patterns it wrote to each layer in each joint step."""
+    difference: str
+    """Where its settings or weights are not those of rank 0, in words; "" for nowhere."""
+
+
+@dataclass(frozen=True)
 class Steps:
     """The rows of all `steps/` parts. Held whole: a few hundred bytes a step, nothing for each pattern."""
 
     table: pa.Table
-    """Columns as in STEPS_SCHEMA, in the order of the parts."""
+    """Columns as in STEPS_SCHEMA, in the order of the parts; joined where there are several ranks."""
+    ranks: tuple[RankSteps, ...] = ()
+    """Of the ranks, where there are several."""
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> "Steps":
@@ -136,6 +150,10 @@ class Steps:
         for row, found in zip(counts, self._lists("rows"), strict=True):
             row[: len(found)] = found[:layers]
         return counts
+
+    def rows_by_rank(self, layers: int) -> list[Int64[ndarray, "s layers"]]:
+        """`rows_per_step` of each rank."""
+        return [own.rows for own in self.ranks] or [self.rows_per_step(layers)]
 
     def idle(self, layer: int, kind: str = "weight") -> Bool[ndarray, " s"]:
         """For each step number whether the layer's weight or bias had no gradient, so that the optimiser passed it over."""

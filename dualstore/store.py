@@ -15,17 +15,19 @@ from dualstore.coefficients import Average, When
 from dualstore.errors import DualstoreWarning, QueryError
 from dualstore.gains import evaluate, gains_of, reweigh
 from dualstore.index import LayerIndex
+from dualstore.joint import join_steps
 from dualstore.log import Log
 from dualstore.parameters import parameters_of
 from dualstore.probes import find_queries
 from dualstore.ranking import rank_patterns
+from dualstore.ranks import endings, joined, read_ranks, tasks_by_code
 from dualstore.rates import Rates, rates_of, sample_note
 from dualstore.relations import run_sql
 from dualstore.repeats import build_repeats
 from dualstore.result import Result
 from dualstore.rows import Labelling
 from dualstore.scan import Options
-from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns, single
+from dualstore.schema import Column, Layer, PartName, pattern_columns, probe_columns, single
 from dualstore.scoring import check_step, find_score
 from dualstore.shapes import Int64
 from dualstore.sharing import without_errors
@@ -74,17 +76,22 @@ class Store:
 
     def __init__(self, path: Path, options: Options, *, inexact: bool = False) -> None:
         self.path, self.options, self.inexact = path, options, inexact
-        self.info_file = StoreInfo.read(path)
+        infos = read_ranks(path)
+        self.info_file = joined(infos)
         steps = self._parts("steps")
         self._committed = {part.name for part in steps}
-        self.steps = Steps.read(steps)
+        width = 1 + max((layer.number for layer in self.layers), default=-1)
+        self.steps = Steps.read(steps) if len(infos) == 1 else join_steps(steps, len(infos), width)
+        self.endings = endings(infos, self.steps)
+        """How far each of several ranks has come, in words."""
         self._logs: dict[str, tuple[Any, Log]] = {}
         self._indexes: dict[int, LayerIndex] = {}
         self._rates: dict[int, Rates | None] = {}
-        self.labelling = Labelling(self.steps, self.info_file.tasks, self.info_file.format)
-        if self.info_file.status == "recording":
+        self.labelling = Labelling(self.steps, tasks_by_code(infos), self.info_file.format)
+        if self.info_file.status == "recording" or self.cut:
             last = f"it is complete up to step {self.last_step}" if len(self.steps.numbers) else "no step of it is complete"
-            warnings.warn(f"{path}: the recording is unfinished; {last}", DualstoreWarning, stacklevel=3)
+            found = "the ranks ended at different steps" if self.info_file.status != "recording" else "the recording is unfinished"
+            warnings.warn("; ".join([f"{path}: {found}", last, *self.endings]), DualstoreWarning, stacklevel=3)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -95,6 +102,11 @@ class Store:
     def last_step(self) -> int:
         """The last step of the store; -1 for none."""
         return int(self.steps.numbers[-1]) if len(self.steps.numbers) else -1
+
+    @property
+    def cut(self) -> bool:
+        """Whether ranks have written rows of steps that others have not: these do not count."""
+        return any(own.last_step > self.last_step for own in self.steps.ranks)
 
     def query(
         self,
@@ -441,7 +453,8 @@ class Store:
         state = tuple((file.name, *_state(file)) for file in files)
         known, log = self._logs.get(folder, (None, None))
         if log is None or known != state:
-            log = Log([Path(file.path) for file in files], columns)
+            last = self.last_step if self.cut and folder.startswith("patterns") else None
+            log = Log([Path(file.path) for file in files], columns, last)
             self._logs[folder] = (state, log)
         return log
 
@@ -449,7 +462,7 @@ class Store:
         return [Path(file.path) for file in self._files(folder)]
 
     def _files(self, folder: str) -> list[os.DirEntry[str]]:
-        """The part files of a folder that belong to the store, in the order of their names."""
+        """The part files of a folder that belong to the store, those of each rank together."""
         try:
             with os.scandir(self.path / folder) as files:
                 found = [file for file in files if file.name.startswith("part-") and file.name.endswith(".parquet")]
@@ -457,7 +470,7 @@ class Store:
             return []
         if self.info_file.status != "complete" and folder.startswith("patterns"):
             found = [file for file in found if file.name in self._committed]
-        return sorted(found, key=lambda file: file.name)
+        return sorted(found, key=lambda file: PartName.of(file.name))
 
 
 def _when(store: Store, at_step: int | None, average: Average | None) -> When:

@@ -32,6 +32,8 @@ def describe(store: "Store") -> dict[str, Any]:
         "steps": len(store.steps.numbers),
         "epochs": len(np.unique(store.steps.epochs)),
         "complete_to_step": store.last_step,
+        "ranks": info.ranks,
+        "endings": store.endings,
         "rows": sum(layer["rows"] for layer in layers),
         "bytes": sum(path.stat().st_size for path in store.path.rglob("*") if path.is_file()),
         "probes": len(np.unique(scalars(probes, "test_id"))),

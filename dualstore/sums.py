@@ -100,7 +100,7 @@ def build_sums(index: LayerIndex, steps: Steps, width: int, progress: Callable[[
     for part, first, groups in index.log.by_part():
         if index.table(part, KIND, schema(width), warn=False) is None:
             index.write([part], KIND, _sum_up(part, first, groups, steps, width))
-        progress(part.metadata.num_rows)
+        progress(part.rows)
     index.remove_others(KIND, {(part.path.stem, KIND) for part in index.log.parts})
 
 

@@ -195,8 +195,9 @@ def _first_visits(store: "Store", layer: Layer, samples: Sequence[int]) -> dict[
         rows = store.labelling.table(mapping, groups).take(pa.array(select(mapping, groups).rows))
         columns = (rows.column(name).to_pylist() for name in ("sample_id", "step", "label", "task"))
         for sample, step, label, task in zip(*columns, strict=True):
-            first.setdefault(sample, (step, label, task))
-        if len(first) == len(samples):
+            if sample not in first or step < first[sample][0]:  # another rank may have met it earlier
+                first[sample] = (step, label, task)
+        if len(first) == len(samples) and not store.steps.ranks:
             break
     return first
 

@@ -1,7 +1,7 @@
 """Proving a store against the network it was recorded from."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +87,25 @@ def verify_store(store: "Store", *, probes: int = 8, until: int | None = None) -
         found.problem(f"while recording: {problem}")
     if len(store.steps.numbers) and not np.array_equal(store.steps.numbers, np.arange(store.last_step + 1)):
         found.problem(f"steps: expected every step from 0 to {store.last_step}, found {len(store.steps.numbers)}")
-    counts = store.steps.rows_per_step(len(store.layers))
+    for own in store.steps.ranks:
+        if own.difference:
+            found.problem(f"steps: {own.difference}; ranks of one training have the same")
+    if store.cut and until is None:
+        found.problem(f"{', '.join(store.endings)}: the store is complete up to step {store.last_step}, and is checked as of then")
+        until = store.last_step
+    ranks = store.steps.rows_by_rank(len(store.layers))
     for index, layer in enumerate(store.layers):
         try:
-            _verify_layer(store, layer, counts[:, index], probes, found, until)
+            _verify_layer(store, layer, [counts[:, index] for counts in ranks], probes, found, until)
         except DualstoreError as error:
             found.problem(str(error))
             found.layers.append(LayerCheck(layer.number, layer.name, 0, None, None))
     return found
 
 
-def _verify_layer(store: "Store", layer: Layer, expected: ndarray, probes: int, found: Verification, until: int | None) -> None:
+def _verify_layer(
+    store: "Store", layer: Layer, expected: Sequence[ndarray], probes: int, found: Verification, until: int | None
+) -> None:
     log = store.patterns(layer)
     found.rows += log.rows
     for problem in [*_count_problems(store, layer, log, expected), *_damage(log), *_damage(store.probes(layer))]:
@@ -129,12 +137,18 @@ def _verify_layer(store: "Store", layer: Layer, expected: ndarray, probes: int, 
             found.problem(f"layer {layer.number} ({layer.name}): {kind} residual {residual:.3g}, expected at most {limit:.3g}")
 
 
-def _count_problems(store: "Store", layer: Layer, log: Log, expected: ndarray) -> Iterator[str]:
+def _count_problems(store: "Store", layer: Layer, log: Log, expected: Sequence[ndarray]) -> Iterator[str]:
+    """Of rows that are not what the steps log expects of each rank."""
     where = f"layer {layer.number} ({layer.name})"
     numbers = store.steps.numbers
-    counts = np.zeros(len(numbers), np.int64)
-    last = -1
+    counts = np.zeros((len(expected), len(numbers)), np.int64)
+    rank, last = 0, -1
     for group in log.groups:
+        if len(expected) > 1 and group.part.rank != rank:
+            rank, last = group.part.rank, -1
+        if rank >= len(expected):
+            yield f"{group.part.path}: expected parts of ranks 0 to {len(expected) - 1}, found one of rank {rank}"
+            continue
         steps = group.part.mapping.array(group, "step")
         if (np.diff(steps) < 0).any() or steps[0] < last:
             yield f"{group.part.path}: row group {group.index}: rows are not in step order; a part may be there twice"
@@ -142,13 +156,15 @@ def _count_problems(store: "Store", layer: Layer, log: Log, expected: ndarray) -
         known = np.isin(steps, numbers)
         if not known.all():
             yield f"{group.part.path}: row group {group.index}: {int((~known).sum())} rows of steps that the optimiser's log lacks"
-        np.add.at(counts, np.searchsorted(numbers, steps[known]), 1)
+        np.add.at(counts[rank], np.searchsorted(numbers, steps[known]), 1)
         if group.max_norm is not None and _largest_norm(group) > group.max_norm:
             yield f"{group.part.path}: row group {group.index}: keys are longer than its note of norms says; queries may miss them"
-    wrong = np.flatnonzero(counts != expected)
-    if len(wrong):
-        first = wrong[0]
-        yield f"{where}: step {numbers[first]}: expected {expected[first]} rows, found {counts[first]}; {len(wrong)} steps differ"
+    for rank, (wanted, there) in enumerate(zip(expected, counts, strict=True)):
+        wrong = np.flatnonzero(there != wanted)
+        if len(wrong):
+            first, of = wrong[0], f", rank {rank}" if len(expected) > 1 else ""
+            text = f"{where}{of}: step {numbers[first]}: expected {wanted[first]} rows, found {there[first]}"
+            yield f"{text}; {len(wrong)} steps differ"
 
 
 def _largest_norm(group: Group) -> float:

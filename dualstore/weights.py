@@ -289,7 +289,7 @@ def _rows(store: "Store", source: Source, until: When, outputs: Some, inputs: So
     for group in store.patterns(source.layer).groups:
         for _, block in group.part.mapping.blocks(group, ["step", "x", "e"], _BLOCK_ROWS):
             if until is not None and len(block["step"]) and block["step"][0] > until:
-                return
+                break  # of this group; those of other ranks may begin with earlier steps
             x, e = source.keys(block["x"], outputs, inputs), wide(block["e"][:, errors])
             e = e if rates is None else e / rates.at(block["step"])[:, None]
             yield block["step"], *source.seen(wide(x), e)

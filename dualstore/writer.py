@@ -74,6 +74,9 @@ class _Flush:
 class StoreWriter:
     """Writes a new store at `root`, whose folder must exist. One writer, one thread at a time; syncing is behind it.
 
+    Of several processes that train together each has a writer of its own, for the same folder or another one; they need not
+    know of each other. What the store has once is written by rank 0: `store.json` and the weights.
+
     Memory held: the scalar columns of one row group a layer, and samples until the next flush. After an OSError the
     store can still be flushed: it then ends with the last complete step.
     """
@@ -82,6 +85,7 @@ class StoreWriter:
         self, root: Path, info: StoreInfo, *, rank: int = 0, flush_s: float = 60.0, last_step: int = -1, sequence: int = 0
     ) -> None:
         """Goes on after `last_step` with parts numbered from `sequence` where the store has something already."""
+        assert 0 <= rank < info.ranks
         self.root, self.info, self.rank = root, info, rank
         self._flush_s = flush_s
         self._flushed_at = time.monotonic()
@@ -95,7 +99,7 @@ class StoreWriter:
         """The last step that a flush has made part of the store."""
         self._nonfinite = 0
         self._failed: BaseException | None = None
-        self._ballast = root / ".ballast.tmp"
+        self._ballast = root / (f".ballast-{rank}.tmp" if rank else ".ballast.tmp")
         self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast)
         self._begin()
 
@@ -131,7 +135,7 @@ class StoreWriter:
             part = self._open.patterns.get(number) or self._part(self._open.patterns, "patterns", layer, pattern_columns)
             if number not in self._step.marks:
                 self._step.marks[number] = part.mark()
-            known = {"step": np.full(len(x), self.last_step + 1, np.int32), "slot": None, "duplicate": None, **rows}
+            known = {"step": np.full(len(x), self.last_step + 1, np.int32), "slot": None, "duplicate": None, **self._coded(rows)}
             filled = {name: np.zeros(len(x), np.int32) if values is None else values for name, values in known.items()}
             part.append(*_columns(filled, {_key(layer): x} if e is None else {_key(layer): x, "e": e}, self.info.dtype))
             self._step.rows[number] = self._step.rows.get(number, 0) + len(x)
@@ -170,23 +174,25 @@ class StoreWriter:
         mark = part.mark()
         try:
             g = np.full_like(y, np.nan) if g is None else g
-            part.append(*_columns(rows, {_key(layer): x, "y": y, "g": g}, single(self.info.dtype)))
+            part.append(*_columns(self._coded(rows), {_key(layer): x, "y": y, "g": g}, single(self.info.dtype)))
         except BaseException:
             part.rollback(mark)
             raise
 
     def write_samples(self, samples: pa.Table) -> None:
         """Adds samples, columns as in SAMPLES_SCHEMA."""
-        self._open.samples.append(samples)
+        task = pa.array(self._codes(samples.column("task").to_numpy()))
+        self._open.samples.append(samples.set_column(1, SAMPLES_SCHEMA.field("task"), task))
 
     def write_weights(self, name: str, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Writes `weights/<name>.safetensors`."""
-        write_whole(self.root / "weights" / f"{name}.safetensors", save(dict(tensors)))
+        """Writes `weights/<name>.safetensors`; rank 0 does so for all."""
+        if self.rank == 0:
+            write_whole(self.root / "weights" / f"{name}.safetensors", save(dict(tensors)))
 
     def save_info(self, **changes: Any) -> None:
-        """Writes `store.json` with some of its fields changed."""
+        """Writes `store.json`, or the `rank-R.json` of another rank, with some of its fields changed."""
         self.info = replace(self.info, **changes)
-        write_whole(self.root / "store.json", self.info.to_json().encode())
+        write_whole(self.root / StoreInfo.file_name(self.rank), self.info.to_json().encode())
 
     def flush(self) -> None:
         """Makes all whole steps part of the store; syncing goes on behind the next ones. Not while a step is under way."""
@@ -257,6 +263,14 @@ class StoreWriter:
 
     def _part_name(self) -> str:
         return f"part-{self.rank}-{self._sequence:06d}.parquet"
+
+    def _coded(self, rows: Columns) -> dict[str, NDArray[Any]]:
+        """The rows with the codes that their tasks have in the store."""
+        return dict(rows) if self.info.ranks == 1 else {**rows, "task": self._codes(rows["task"])}
+
+    def _codes(self, tasks: NDArray[np.integer[Any]]) -> NDArray[Any]:
+        """Codes in the store of places in the rank's own list of tasks: those of different ranks never meet."""
+        return np.where(tasks < 0, tasks, tasks * self.info.ranks + self.rank).astype(np.int32)
 
     def _drop_step(self) -> None:
         for layer in self.info.layers:

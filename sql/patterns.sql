@@ -1,5 +1,5 @@
 -- purpose: every recorded pattern of every layer, with its epoch and the name of its task
--- in: $files, the parts of patterns/layer=*, $mixed, whether their columns differ; relations epochs (step, epoch) and tasks (task, name)
+-- in: $files, the parts of patterns/layer=*, $mixed, whether their columns differ, $last, the last step that counts; relations epochs (step, epoch) and tasks (task, name)
 -- out: layer, step, epoch, sample_id, position, label, task, slot, duplicate, x as stored, e the error (times its scale), token; null where the layer has no such column
 SELECT
     -- Not hive_partitioning: a folder above the store may be called `step=1`.
@@ -29,3 +29,4 @@ FROM (
 ) AS part
 LEFT JOIN epochs ON epochs.step = part.step
 LEFT JOIN tasks ON tasks.task = part.task
+WHERE part.step <= $last
