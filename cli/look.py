@@ -1,4 +1,4 @@
-"""Looking at a store as a whole, and after it: info, verify, index."""
+"""Looking at a store as a whole, and after it: info, verify, index, merge."""
 
 import sys
 from pathlib import Path
@@ -6,10 +6,12 @@ from typing import Any
 
 import click
 
+import dualstore
+
 from .options import budget_options, memory_option, open_from, output_option, store_option
 from .output import print_object, print_table, progress_bar
 
-__all__ = ["index", "info", "print_info", "print_verification", "verify"]
+__all__ = ["index", "info", "merge", "print_info", "print_verification", "verify"]
 
 
 @click.command()
@@ -49,6 +51,26 @@ def index(store: Path, memory_mb: int) -> None:
 
     About 5 % of the keys' size, below index/ in the store; it may be deleted at any time. Recording builds it at its end.
     """
+    _build_index(store, memory_mb)
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("folders", metavar="IN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--index/--no-index", "indexed", default=True, show_default=True, help="Build the index afterwards.")
+@memory_option
+def merge(out: Path, folders: tuple[Path, ...], memory_mb: int, *, indexed: bool) -> None:
+    """Make one store OUT of what the processes of a training recorded into folders of their own.
+
+    Every rank must be there once. Files are linked where that can be, else copied; the folders stay as they are.
+    """
+    dualstore.merge_stores(out, folders)
+    if indexed:
+        _build_index(out, memory_mb)
+    click.echo(f"store of {len(folders)} folders: {out}")
+
+
+def _build_index(store: Path, memory_mb: int) -> None:
     opened = open_from(store, memory_mb)
     with progress_bar("indexing") as progress:
         opened.build_index(progress)

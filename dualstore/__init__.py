@@ -15,6 +15,7 @@ from dualstore.errors import (
     RecordError,
     StoreError,
 )
+from dualstore.merge import merge_stores
 from dualstore.result import Result
 from dualstore.store import Store
 from dualstore.store import open_store as open
@@ -36,6 +37,7 @@ __all__ = [
     "Result",
     "Store",
     "StoreError",
+    "merge_stores",
     "open",
     "record",
 ]

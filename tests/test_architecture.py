@@ -12,9 +12,9 @@ import dualstore
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "errors", "shapes", "schema", "keys", "half", "thrift", "spool", "part", "log", "steps", "joint", "ranks", "rates",
-    "coefficients", "writer", "rewind", "merge", "index", "database", "kernels", "rows", "sums", "scan", "scores", "repeats",
-    "sketch", "explain", "best", "search", "topk", "result", "probes", "sharing", "adaptive", "weights", "parameters", "scoring",
-    "ranking", "totals", "votes", "relations", "gains", "verify", "summary", "store", "capture", "datasets", "training",
+    "coefficients", "writer", "rewind", "index", "database", "kernels", "rows", "sums", "scan", "scores", "repeats", "sketch",
+    "explain", "best", "search", "topk", "result", "probes", "sharing", "adaptive", "weights", "parameters", "scoring",
+    "ranking", "totals", "votes", "relations", "gains", "verify", "summary", "store", "merge", "capture", "datasets", "training",
 )  # fmt: skip
 ONLY_IN = {"duckdb": {"database"}, "torch": {"capture", "training"}, "rich": set(), "click": set(), "polars": {"result"}}
 
