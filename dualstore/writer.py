@@ -25,7 +25,7 @@ from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_co
 from dualstore.spool import Spool
 from dualstore.steps import DEFAULTS, STEPS_SCHEMA
 
-__all__ = ["SAMPLES_SCHEMA", "StoreWriter", "write_table", "write_whole"]
+__all__ = ["SAMPLES_SCHEMA", "StoreWriter", "ballast_name", "write_table", "write_whole"]
 
 Columns = Mapping[str, NDArray[Any]]
 
@@ -99,7 +99,7 @@ class StoreWriter:
         """The last step that a flush has made part of the store."""
         self._nonfinite = 0
         self._failed: BaseException | None = None
-        self._ballast = root / (f".ballast-{rank}.tmp" if rank else ".ballast.tmp")
+        self._ballast = root / ballast_name(rank)
         self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast)
         self._begin()
 
@@ -293,6 +293,11 @@ class StoreWriter:
             # The steps part comes last: it is what makes the pattern parts of its name count.
             write_table(self.root / "steps" / name, pa.Table.from_pylist(done.steps, STEPS_SCHEMA))
         self.flushed_step = last_step
+
+
+def ballast_name(rank: int) -> str:
+    """The file that a rank holds while it writes."""
+    return f".ballast-{rank}.tmp" if rank else ".ballast.tmp"
 
 
 def _key(layer: Layer) -> str:

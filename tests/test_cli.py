@@ -245,7 +245,7 @@ def test_info_is_one_object_and_verify_fails_on_a_store_without_weights(store: P
     assert not found["ok"]
     assert list(found) == ["ok", "layers", "rows", "problems"]
     assert "weights" in found["problems"][0]
-    assert list(found["layers"][0]) == ["layer", "name", "rows", "weight_residual", "output_residual"]
+    assert list(found["layers"][0]) == ["layer", "name", "rows", "weight_residual", "output_residual", "note", "recorded"]
     assert "problem: " in call("verify", "--store", store, code=1).stdout
 
 

@@ -106,7 +106,7 @@ def test_two_ranks_write_one_exact_store(tmp_path: Path, mode: str) -> None:
 
 def test_ranks_on_disks_of_their_own_are_merged(tmp_path: Path) -> None:
     run(tmp_path, "sgd")
-    (tmp_path / "meeting").unlink()
+    (tmp_path / "meeting").unlink(missing_ok=True)
     run(tmp_path, "apart")
     command = ["merge", str(tmp_path / "merged"), str(tmp_path / "store-0"), str(tmp_path / "store-1")]
     code = "import sys; from dualstore.cli import main; sys.argv = ['dualstore', *sys.argv[1:]]; main()"

@@ -121,7 +121,7 @@ def test_the_verification_turns_into_plain_values(sound: Path) -> None:
     found = dualstore.open(sound).verify().to_dict()
     assert found["ok"] is True
     assert json.loads(json.dumps(found)) == found
-    assert set(found["layers"][0]) == {"layer", "name", "rows", "weight_residual", "output_residual", "recorded"}
+    assert set(found["layers"][0]) == {"layer", "name", "rows", "weight_residual", "output_residual", "note", "recorded"}
     empty = Verification()
     empty.problem("odd")
     assert empty.to_dict() == {"ok": False, "layers": [], "rows": 0, "problems": ["odd"]}

@@ -255,7 +255,8 @@ class _Finder:
 
     def _matrix(self, parameter: torch.Tensor, place: Place) -> Matrix:
         name = self._names.get(id(parameter), "a parameter outside the model")
-        return Matrix(parameter, replace(place, parameter=name))
+        plain = parameter.ndim == 2 and place.rows is None
+        return Matrix(parameter, replace(place, parameter=name, shape=None if plain else tuple(parameter.shape)))
 
     def _of_maps(self, name: str, module: nn.Module, maps: Sequence[Map]) -> list[_Draft]:
         """A layer for each linear map of a module, in the model's own names."""

@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from dualstore.capture.background import Background, Inline
@@ -453,9 +454,8 @@ class Recorder:
             f"max_bytes: recording has stopped after step {self.steps - 1}, with {self._writing.bytes:,} of "
             f"{self._settings.max_bytes:,} bytes written; training goes on unrecorded"
         )
-        self._put(
-            partial(self._writing.writer.write_weights, "final", tensors_of(self._found, self._optimizers, with_state=False)), 0
-        )
+        final = tensors_of(self._found, self._optimizers, with_state=False)
+        self._put(partial(self._write_final, final), 0)
         self._put(self._flush, 0)
 
     # Ending
@@ -474,7 +474,7 @@ class Recorder:
             self._background.close()
             self._writing.writer.close()
             if not self._stopped:
-                self._writing.writer.write_weights("final", tensors_of(self._found, self._optimizers, with_state=False))
+                self._write_final(tensors_of(self._found, self._optimizers, with_state=False))
             self._save_notes(status)
         except Exception as error:
             raise self._failed(error) from error
@@ -484,6 +484,10 @@ class Recorder:
                 open_store(self._writing.writer.root).build_index()
             except StoreError as error:
                 warn(str(error))
+
+    def _write_final(self, tensors: dict[str, NDArray[Any]]) -> None:
+        if self._rank == 0:  # all ranks have the same
+            self._writing.writer.write_weights("final", tensors)
 
     def _detach(self) -> None:
         self._closed = True
@@ -534,10 +538,11 @@ class Recorder:
             unrecorded=self._found.unrecorded,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             maker=self._settings.maker,
+            ranks=self._ranks,
         )
         tensors = tensors_of(self._found, self._optimizers, with_state=True)
         if not self._settings.resume:
-            return new_store(path, info, tensors, self._settings.flush_s)
+            return new_store(path, info, tensors, self._rank, self._settings.flush_s)
         mark = Mark(self._found.recorded, self._optimizers)
         writer, steps = resumed(path, info, mark, tensors, rank=self._rank, flush_s=self._settings.flush_s)
         for ids in ids_of_last_epoch(path, info, steps):

@@ -17,7 +17,7 @@ from dualstore.schema import FORMAT, Layer, StoreInfo
 from dualstore.shapes import Int64
 from dualstore.steps import Steps
 from dualstore.weights import Tensors
-from dualstore.writer import StoreWriter
+from dualstore.writer import StoreWriter, ballast_name
 
 __all__ = ["ids_of_last_epoch", "resumed"]
 
@@ -31,11 +31,11 @@ def resumed(
     changed, where the store or the step does not fit.
     """
     try:
-        known = StoreInfo.read(path)
+        known = StoreInfo.read(path, rank)
         steps = Steps.read(sorted((path / "steps").glob(f"part-{rank}-*.parquet")))
         _check(path, known, info)
         step = _step_of(path, steps, mark, tensors)
-        (path / ".ballast.tmp").unlink(missing_ok=True)  # of a recording that was killed
+        (path / ballast_name(rank)).unlink(missing_ok=True)  # of a recording that was killed
         found = StoreWriter(
             path,
             _continued(known, info),
@@ -44,7 +44,8 @@ def resumed(
             last_step=step,
             sequence=last_sequence(path, rank) + 1,
         )
-        (path / "weights" / "final.safetensors").unlink(missing_ok=True)
+        if rank == 0:
+            (path / "weights" / "final.safetensors").unlink(missing_ok=True)
         for left in path.rglob(f".part-{rank}-*.tmp"):
             left.unlink()
         rewind(path, known, step, rank)
@@ -78,7 +79,7 @@ def _check(path: Path, known: StoreInfo, info: StoreInfo) -> None:
     """Raises RecordError where the model, its optimiser or the options are not those of the store."""
     if known.format != FORMAT:
         raise RecordError(f"{path}: expected a store of format {FORMAT}, found {known.format}, which cannot be gone on with")
-    for name in ("dtype", "optimizer"):
+    for name in ("dtype", "optimizer", "ranks"):
         if getattr(known, name) != getattr(info, name):
             raise RecordError(f"{path}: {name}: the store has {getattr(known, name)}, found {getattr(info, name)}")
     for number in range(max(len(known.layers), len(info.layers))):

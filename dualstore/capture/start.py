@@ -12,25 +12,30 @@ from numpy.typing import NDArray
 from dualstore.capture.layers import Found
 from dualstore.capture.optimizers import state_of
 from dualstore.errors import RecordError
+from dualstore.ranks import in_the_way
 from dualstore.schema import StoreInfo
 from dualstore.writer import StoreWriter
 
 __all__ = ["new_store", "tensors_of"]
 
 
-def new_store(path: Path, info: StoreInfo, initial: Mapping[str, NDArray[Any]], flush_s: float) -> StoreWriter:
-    """The writer of a new store with its initial weights. Leaves nothing behind where that fails."""
+def new_store(path: Path, info: StoreInfo, initial: Mapping[str, NDArray[Any]], rank: int, flush_s: float) -> StoreWriter:
+    """The writer of a new store, or of one that other ranks have begun; rank 0 writes the initial weights.
+
+    Leaves nothing behind where that fails.
+    """
     fresh = False
     try:
         fresh = not path.exists()
-        if not fresh and (not path.is_dir() or any(path.iterdir())):
+        if in_the_way(path, rank, info) is not None:
             raise RecordError(
                 f"{path}: expected no folder or an empty one, found other files; choose another path or remove it first"
             )
         path.mkdir(parents=True, exist_ok=True)
-        writer = StoreWriter(path, info, flush_s=flush_s)
+        writer = StoreWriter(path, info, rank=rank, flush_s=flush_s)
         try:
-            writer.write_weights("initial", initial)
+            if rank == 0:
+                writer.write_weights("initial", initial)
         except OSError:
             writer.close()
             shutil.rmtree(path / "weights", ignore_errors=True)
