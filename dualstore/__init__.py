@@ -1,6 +1,6 @@
 """dualstore: record a training run once, then ask exactly which training events drive a prediction.
 
-`record` writes a store while a model trains; `open` reads it. Only `record` needs torch, and imports it when first used.
+`record` writes a store while a model trains; `open` reads it. Only what records needs torch, and imports it when first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from dualstore.store import Store
 from dualstore.store import open_store as open
 
 if TYPE_CHECKING:
-    from dualstore.capture import Recorder, record
+    from dualstore.capture import Recorder, indexed, record
 
 __version__ = "0.1.0"
 
@@ -37,6 +37,7 @@ __all__ = [
     "Result",
     "Store",
     "StoreError",
+    "indexed",
     "merge_stores",
     "open",
     "record",
@@ -44,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Recorder", "record"):
+    if name in ("Recorder", "indexed", "record"):
         from dualstore import capture  # brings torch, over a second
 
         return getattr(capture, name)
