@@ -3,6 +3,7 @@
 `record` writes a store while a model trains; `open` reads it. Only what records needs torch, and imports it when first used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dualstore.coefficients import Average
@@ -49,4 +50,6 @@ def __getattr__(name: str) -> Any:
         from dualstore import capture  # brings torch, over a second
 
         return getattr(capture, name)
+    if name in ("hf", "lightning"):
+        return import_module(f"dualstore.{name}")  # needs the extra of that name
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,17 @@ ORDER = (
     "coefficients", "writer", "rewind", "index", "database", "kernels", "rows", "sums", "scan", "scores", "repeats", "sketch",
     "explain", "best", "search", "topk", "result", "probes", "sharing", "adaptive", "weights", "parameters", "scoring",
     "ranking", "totals", "votes", "relations", "gains", "verify", "summary", "store", "merge", "capture", "datasets", "training",
+    "hf", "lightning",
 )  # fmt: skip
-ONLY_IN = {"duckdb": {"database"}, "torch": {"capture", "training"}, "rich": set(), "click": set(), "polars": {"result"}}
+ONLY_IN = {
+    "duckdb": {"database"},
+    "torch": {"capture", "training", "hf"},
+    "rich": set(),
+    "click": set(),
+    "polars": {"result"},
+    "transformers": {"hf"},
+    "lightning": {"lightning"},
+}
 
 
 def imports(path: Path) -> list[str]:
