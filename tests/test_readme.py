@@ -41,6 +41,12 @@ def test_the_example_of_transformers_runs_as_printed(tmp_path: Path) -> None:
     assert "sum of alpha by sample_id" in found.stdout
 
 
+def test_the_example_of_lightning_runs_as_printed(tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", marked("lightning")], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "top 5 of 1,536 patterns" in found.stdout
+
+
 def test_the_demo_and_the_tour_run_as_printed(tmp_path: Path) -> None:
     demo = run("dualstore demo", tmp_path)
     assert demo.returncode == 0, demo.stderr
