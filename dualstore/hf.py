@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dualstore.capture import Recorder
+from dualstore.capture.compiled import outside
 from dualstore.capture.driven import Driven
 from dualstore.capture.ids import ID_KEY, Indexed, paired
 from dualstore.errors import RecordError
@@ -100,8 +101,8 @@ class RecorderCallback(TrainerCallback):
         self._driven.begin(model, optimizer, resumed=state.global_step > 0)
         self._epoch, self._losses = int(state.epoch or 0) - 1, []
         self._replace(loader, dataset=numbered, collate_fn=_Collate(loader.collate_fn, labels))
-        before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
-        after = model.register_forward_hook(self._after_forward, with_kwargs=True)
+        before = model.register_forward_pre_hook(outside(self._before_forward), with_kwargs=True, prepend=True)
+        after = model.register_forward_hook(outside(self._after_forward), with_kwargs=True)
         self._undo += [before.remove, after.remove]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
