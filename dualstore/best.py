@@ -84,6 +84,13 @@ class Best:
         """The k-th best alpha; the floor where there are fewer."""
         self._full: Bool[ndarray, "m g"] = np.zeros((len(queries), 1), bool)
 
+    @property
+    def _scaled_kth(self) -> Float64[ndarray, "m g"]:
+        """The k-th best alpha as that of the scaled query; infinite where a floor is too large for that, and for any row."""
+        with np.errstate(over="ignore"):
+            found: ndarray = self._kth * self._scale[:, None]
+        return found
+
     def _error(self, norm: float) -> Float64[ndarray, " m"]:
         error: ndarray = self._bound * norm * self.scaled_norm + self._tiny * (1 + norm)
         return error
@@ -138,14 +145,14 @@ class Best:
 
     def _cuts(self, scores: Float[ndarray, "n m"], norm: float) -> Float64[ndarray, " m"]:
         error, behind = self._error(norm), len(scores) - self.k
-        cuts: ndarray = self._kth[:, 0] * self._scale - error
+        cuts: ndarray = self._scaled_kth[:, 0] - error
         for j in np.flatnonzero(~self._full[:, 0]) if behind > 0 else ():
             cuts[j] = max(cuts[j], float(np.partition(scores[:, j], behind)[behind]) - 2 * error[j])
         return cuts
 
     def _cuts_of_groups(self, codes: Int64[ndarray, " n"], norm: float) -> Float64[ndarray, "n m"]:
         self.grow(int(codes.max(initial=0)) + 1)
-        cuts: ndarray = (self._kth * self._scale[:, None] - self._error(norm)[:, None]).T[codes]
+        cuts: ndarray = (self._scaled_kth - self._error(norm)[:, None]).T[codes]
         return cuts
 
     def add_all(self, piece: Piece) -> None:
@@ -237,7 +244,7 @@ class Best:
             if norm is None or self.may_overflow(norm):
                 return np.arange(len(member))
             error = self._error(norm)
-            cuts = self._kth * self._scale[:, None] - error[:, None]
+            cuts = self._scaled_kth - error[:, None]
             scores = dots(keys, self.scaled)[member, queries].astype(np.float64)
             for j in np.flatnonzero(~self._full[:, 0]) if cuts.shape[1] == 1 else ():
                 mine = scores if len(cuts) == 1 else scores[queries == j]
@@ -252,7 +259,7 @@ class Best:
         """
         if self._pending:
             self._merge()
-        cuts: ndarray = self._kth * self._scale[:, None] - self._tiny[:, None] * (1 + norm)
+        cuts: ndarray = self._scaled_kth - self._tiny[:, None] * (1 + norm)
         return cuts
 
     def wanting(self) -> Int64[ndarray, " w"]:

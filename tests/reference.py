@@ -29,6 +29,12 @@ class Rows:
     slot: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     duplicate: ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
+    def __post_init__(self) -> None:
+        """Slots and duplicates are 0 where they are not given."""
+        for name in ("slot", "duplicate"):
+            if not len(getattr(self, name)):
+                setattr(self, name, np.zeros(len(self.step), np.int32))
+
     def __len__(self) -> int:
         return len(self.step)
 
@@ -77,8 +83,7 @@ def write_store(
                     "label": rows.label[mine].astype(np.int32),
                     "task": rows.task[mine].astype(np.int32),
                 }
-                others = {name: getattr(rows, name) for name in ("slot", "duplicate")}
-                scalars |= {name: values[mine].astype(np.int32) for name, values in others.items() if len(values)}
+                scalars |= {name: getattr(rows, name)[mine].astype(np.int32) for name in ("slot", "duplicate")}
                 writer.add_patterns(info, scalars, np.ascontiguousarray(rows.x[mine]), np.ascontiguousarray(rows.e[mine]))
         writer.end_step([group_row(int(epoch_of_step(step))) | {"rates": rates(step)}])
         if flush_every and (step + 1) % flush_every == 0:

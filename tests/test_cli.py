@@ -311,9 +311,9 @@ def test_an_unfinished_store_answers_with_a_warning(store: Path, tmp_path: Path)
 
 def test_help_is_there_for_every_command() -> None:
     names = [line.split()[0] for line in call("--help").stdout.split("Commands:")[1].splitlines() if line.strip()]
-    assert names == ["demo", "index", "info", "query", "reweigh", "self", "sql", "totals", "train", "verify", "votes"]
+    assert names == ["demo", "index", "info", "merge", "query", "reweigh", "self", "sql", "totals", "train", "verify", "votes"]
     for name in names:
-        assert "--store" in call(name, "--help").stdout
+        assert ("--store" in call(name, "--help").stdout) == (name != "merge")
     assert "dualstore" in call("--version").stdout
 
 

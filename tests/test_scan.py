@@ -679,3 +679,14 @@ def test_an_error_in_the_work_on_a_piece_is_raised_where_it_is_asked_for(tmp_pat
     log = write_log(tmp_path, make_rows("normal", 600, 3, 0), group_rows=32)
     with pytest.raises(ZeroDivisionError):
         list(computed(pieces(log, EVERYTHING, 64), lambda piece: 1 // (5 - piece.group.index), 2))
+
+
+@pytest.mark.parametrize("sketched", ["no", "all"])
+@pytest.mark.parametrize("per", [None, "label"])
+def test_a_floor_that_no_row_can_reach_leaves_nothing(tmp_path: Path, per: str | None, sketched: str) -> None:
+    """Also where it is beyond float64 once the query is scaled."""
+    log = write_log(tmp_path, make_rows("plain", 200, 4, 0))
+    query = np.full((1, 4), 0.01, np.float32)
+    sketches = search_of(log, str(tmp_path), sketched)
+    found = top_k(log, query, 3, Selector(LABELLING, None, per), floor=np.finfo(np.float64).max, sketches=sketches)
+    assert not len(found.row)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_the_parts_of_a_flush_cover_the_same_steps_in_every_layer(tmp_path: Path
 
 
 def test_the_rank_is_in_the_name_of_every_part(tmp_path: Path) -> None:
-    store = StoreWriter(tmp_path, INFO, rank=3)
+    store = StoreWriter(tmp_path, replace(INFO, ranks=4), rank=3)
     write_step(store)
     store.close()
     assert {found.name for found in tmp_path.rglob("*.parquet")} == {"part-3-000000.parquet"}
