@@ -693,7 +693,7 @@ class Mixed(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.embed(tokens))  # (n, s, 4)
         x = x + self.attend(x, x, x)[0]
-        return self.fc(x.mean(1)) + self.conv(x[:, None]).mean((1, 2, 3))[:, None]
+        return self.fc(x.mean(1)) + nn.functional.pad(self.conv(x[:, None]).mean((2, 3)), (0, 1))
 
 
 def test_parameters_that_are_not_recorded_are_named(tmp_path: Path) -> None:
