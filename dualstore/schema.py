@@ -222,6 +222,8 @@ class StoreInfo:
     maker: str = ""
     """What wrote the store, so that a program replaces only what it made itself."""
     format: int = FORMAT
+    mixed: bool = False
+    """Whether layers multiplied in half precision: then the gradients themselves are rounded to that."""
     ranks: int = 1
     """Processes that write the store."""
     other: dict[str, Any] = field(default_factory=dict)
@@ -288,8 +290,8 @@ class StoreInfo:
     def _with_values(self) -> "StoreInfo":
         """Itself. Raises ValueError where a field has a value it cannot have."""
         names = (*self.tasks, *self.unrecorded, *self.problems, self.optimizer)
-        if not all(isinstance(name, str) for name in names) or type(self.exact) is not bool:
-            raise ValueError(f"names {names}, exact {self.exact!r}")
+        if not all(isinstance(name, str) for name in names) or not type(self.exact) is type(self.mixed) is bool:
+            raise ValueError(f"names {names}, exact {self.exact!r}, mixed {self.mixed!r}")
         if self.dtype not in DTYPES or self.status not in get_args(Status):
             raise ValueError(f"dtype {self.dtype!r}, status {self.status!r}")
         if type(self.ranks) is not int or not 1 <= self.ranks <= MOST_RANKS:

@@ -64,7 +64,6 @@ def test_a_compiled_model_that_has_run_before_is_rebuilt(tmp_path: Path, compile
         call(X).sum().backward()
         optimizer.zero_grad()
     for name in ("first", "second"):
-        forget_compiled()
         with dualstore.record(net, optimizer, tmp_path / name, dtype="float64") as recorder:
             train(call, recorder, optimizer)
         store = dualstore.open(tmp_path / name)

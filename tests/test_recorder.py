@@ -99,7 +99,8 @@ def replay(path: Path, layer: dict[str, Any], kind: str) -> Array:
     start = load_file(path / "weights" / "initial.safetensors")
     value, buffer = start[f"{layer['name']}.{kind}"], start.get(f"{layer['name']}.{kind}.momentum_buffer")
     group, rows = layer[f"{kind}_group"], table(path, f"patterns/layer={layer['number']}")
-    steps, x, e = (column(rows, name) for name in ("step", "x", "e"))
+    steps, e = column(rows, "step"), column(rows, "e")
+    x = column(rows, "x") if layer["keys"] == "vector" else np.eye(layer["d_in"])[column(rows, "token")]
     for now in sorted(table(path, "steps").to_pylist(), key=lambda row: row["step"]):
         if now["group"] != group or layer["number"] in now["idle" if kind == "weight" else "idle_bias"]:
             continue

@@ -1,6 +1,7 @@
 """The recorder: hooks that take a layer's input on the way forward and its error on the way back, step by step."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from torch import nn
 
 from dualstore.capture.background import Background, Inline
 from dualstore.capture.choice import Choice
+from dualstore.capture.compiled import forget_compiled
 from dualstore.capture.estimate import Estimate
 from dualstore.capture.functional import LinearWatch, Use, slow_path
 from dualstore.capture.gradients import Change, GradientWatch
@@ -135,6 +137,8 @@ class Recorder:
         self._sampled = None if settings.sampler is None else Sampled(settings.sampler)
         _warn_unrecorded(found)
         self._epochs = EpochCounter()
+        if "torch._dynamo" in sys.modules:
+            forget_compiled()
         writer = self._start(path)
         self._tasks = TaskCodes(writer.info.tasks)
         self._notes = Notes(writer.info.problems)
@@ -513,7 +517,8 @@ class Recorder:
         return RecordError(f"{writer.root}: writing failed: {reason}; recording has stopped, the store stays readable, {kept}")
 
     def _save_notes(self, status: Any) -> None:
-        self._writing.writer.save_info(status=status, tasks=tuple(self._tasks.names), problems=tuple(self._notes.problems))
+        notes = {"tasks": tuple(self._tasks.names), "problems": tuple(self._notes.problems), "mixed": self._writing.mixed}
+        self._writing.writer.save_info(status=status, **notes)
 
     def _put(self, job: Callable[[], None], size: int) -> None:
         try:

@@ -71,7 +71,7 @@ def ids_of_last_epoch(path: Path, info: StoreInfo, steps: Steps) -> Iterator[Int
 
 def _continued(known: StoreInfo, info: StoreInfo) -> StoreInfo:
     """The old store's notes with this recording's unrecorded parameters."""
-    changed = {name: getattr(known, name) for name in ("tasks", "problems", "created", "maker", "other")}
+    changed = {name: getattr(known, name) for name in ("tasks", "problems", "created", "maker", "mixed", "other")}
     return StoreInfo(**{field.name: getattr(info, field.name) for field in fields(info)} | changed)
 
 

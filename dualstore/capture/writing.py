@@ -71,6 +71,8 @@ class Writing:
         """The batches that each layer has rows of in the step under way."""
         self._audits: dict[int, Audit] = {}
         self._audited = {layer.number: _audited(found, layer) for layer in found.layers}
+        self.mixed = writer.info.mixed
+        """Whether an error came in half precision."""
         self._owed = set[int]()
         """Layers with rows that were left out of a step, for their optimiser took none."""
         self._nonfinite_seen = False
@@ -101,6 +103,7 @@ class Writing:
         for layer, claim, (keys, errors) in zip(layers, claims, rows, strict=True):
             if layer.number in changes:
                 self._earlier(layer, changes[layer.number])
+            self.mixed = self.mixed or errors.dtype in (torch.bfloat16, torch.float16)
             x, e = keys_of(keys, layer, self._stored), vectors_of(errors, self._stored)
             if audited:
                 self._audit(layer, x, e, errors.dtype)
