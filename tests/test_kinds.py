@@ -200,6 +200,57 @@ def test_a_weight_tied_between_embedding_and_output_has_two_kinds_of_rows(tmp_pa
     assert (places[0].transposed, places[2].transposed) == (True, False)
 
 
+class Placed(nn.Module):
+    """Tokens and their places, which are looked up once for all samples."""
+
+    def __init__(self, *, flat: bool) -> None:
+        super().__init__()
+        self.words, self.places, self.flat = nn.Embedding(7, 6), nn.Embedding(5, 6), flat
+        self.mix, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1])
+        places = self.mix(self.places(places if self.flat else places[None]))
+        return self.head(torch.tanh(self.words(x) + places))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_a_table_of_positions_is_recorded_as_of_no_sample(tmp_path: Path, length: int) -> None:
+    """Five samples: with five positions, too."""
+    torch.manual_seed(0)
+    run = Trained(tmp_path / "store", Placed(flat=False).double(), tokens(length))
+    run.assert_exact()
+    for layer in run.store.layers:
+        rows = run.rows(layer)
+        shared = layer.name in ("places", "mix")
+        assert set(rows["sample_id"] == -1) == {shared}
+        assert rows["position"][rows["step"] == 0].tolist() == list(range(length)) * (1 if shared else 5)
+    assert len(run.store.query(test_id=1, layer="places", position=2, top=3).to_dicts()) == 3
+
+
+def test_positions_without_a_dimension_of_samples_are_told_from_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"words": nn.Embedding(7, 6), "places": nn.Embedding(5, 6)}).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualstore.record(model, optimizer, tmp_path, dtype="float64") as recorder:
+        for length in (5, 4):
+            with recorder.batch(range(5)):
+                (model["words"](tokens(length)[:5]) + model["places"](torch.arange(length))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with recorder.batch(range(5)):
+            model["words"](torch.tensor([3, 1, 4, 1, 5])).square().mean().backward()
+        optimizer.step()
+    store = dualstore.open(tmp_path)
+    assert store.verify().ok
+    text = (
+        "SELECT layer, step, min(sample_id) AS low, max(sample_id) AS high, count(*) AS n FROM patterns GROUP BY ALL ORDER BY ALL"
+    )
+    assert [tuple(row.values()) for row in store.sql(text).to_dicts()] == [
+        (0, 0, 0, 4, 25), (0, 1, 0, 4, 20), (0, 2, 0, 4, 5), (1, 0, -1, -1, 5), (1, 1, -1, -1, 4)
+    ]  # fmt: skip
+
+
 class Attending(nn.Module):
     """Attention of a sequence on itself, or on another one of other widths."""
 

@@ -89,6 +89,16 @@ class Names:
         self.calls[layer] = first + math.prod(leading[1:])
         return Claim(self, leading, first)
 
+    def claim_shared(self, layer: int, name: str, rows: int) -> "Claim":
+        """The rows of one call that is for all samples together: of none of them, with an id of -1, where there are several."""
+        if len(self.ids) == 1:
+            return self.claim(layer, name, (1, rows))
+        nobody, task = np.full(1, NO_ID), self.tasks[:1] if (self.tasks == self.tasks[:1]).all() else np.full(1, NO_LABEL)
+        first = self.calls.get(layer, 0)
+        self.calls[layer] = first + rows
+        names = Names(self.where, nobody, nobody.astype(np.int32), task.astype(np.int32), self.first_slot)
+        return Claim(names, (1, rows), first)
+
     def claim_scattered(
         self, layer: int, name: str, samples: Int64[ndarray, " r"], positions: Int64[ndarray, " r"], count: int
     ) -> "Scattered":

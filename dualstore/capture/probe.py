@@ -1,5 +1,6 @@
 """One probe: the inputs and outputs of the layers for some test examples, and the gradients of their losses."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,11 +33,22 @@ class Probe:
         """Takes one call of recorded layers."""
         # Copies: a layer that works in place after this one would change them.
         x, y = x.detach().clone(), output.detach().clone()
-        leading = tap.leading(x, y)
+        leading, samples = tap.leading(x, y), len(self.names.ids)
+        if tap.is_shared(x, leading, samples):
+            self._see_shared(tap, math.prod(leading), tap.rows(x, y))
+            return
         claims = [self.names.claim(layer.number, layer.name, leading) for layer in tap.layers]
         seen = self.see_rows(tap.layers, claims, tap.rows(x, y))
         if self._loss is not None and output.requires_grad:
             source_of(output).register_hook(lambda gradient: seen.take([g for _, g in tap.rows(x, gradient.detach().clone())]))
+
+    def _see_shared(self, tap: Tap, rows: int, found: Sequence[Rows]) -> None:
+        """Takes a call for all examples together, as if each had made it; its gradient is that of all and is not taken apart."""
+        samples = len(self.names.ids)
+        claims = [self.names.claim(layer.number, layer.name, (samples, rows)) for layer in tap.layers]
+        each = [(k.reshape(rows, *k.shape[k.ndim - (layer.keys == "vector") :]), y.reshape(rows, -1)) for layer, (k, y) in
+                zip(tap.layers, found, strict=True)]  # fmt: skip
+        self.see_rows(tap.layers, claims, [(k.expand(samples, *k.shape), y.expand(samples, *y.shape)) for k, y in each])
 
     def see_rows(self, layers: Sequence[Layer], claims: Sequence[AnyClaim], rows: Sequence[Rows]) -> "_Seen":
         """Takes keys and outputs of layers; their gradients may follow."""

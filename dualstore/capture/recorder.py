@@ -346,7 +346,10 @@ class Recorder:
 
     def _call(self, tap: Tap, batch: Batch, x: torch.Tensor, output: torch.Tensor) -> Call:
         leading = tap.leading(x, output)
-        claims = [batch.names.claim(layer.number, layer.name, leading) for layer in tap.layers]
+        if tap.is_shared(x, leading, len(batch.names.ids)):
+            claims = [batch.names.claim_shared(layer.number, layer.name, math.prod(leading)) for layer in tap.layers]
+        else:
+            claims = [batch.names.claim(layer.number, layer.name, leading) for layer in tap.layers]
         # What autograd did not make belongs to the caller, who may fill the same memory with the next batch. Until the
         # error arrives the weight's gradient needs it, too.
         needed = (

@@ -33,6 +33,10 @@ class Tap(ABC):
     def rows(self, x: torch.Tensor, values: torch.Tensor) -> list[Rows]:
         """For each layer its keys and its part of `values`, which are outputs or their gradients."""
 
+    def is_shared(self, x: torch.Tensor, leading: Sequence[int], samples: int) -> bool:
+        """Whether the call is one for all of so many samples, as that of a table of positions, spread over them afterwards."""
+        return leading[0] == 1 != samples and len(leading) > 1
+
     def errors(self, x: torch.Tensor, gradient: torch.Tensor) -> list[Rows]:
         """For each layer its keys and errors."""
         return self.rows(x, gradient)
@@ -82,6 +86,12 @@ class EmbeddingTap(Tap):
     def rows(self, x: torch.Tensor, values: torch.Tensor) -> list[Rows]:
         """Tokens and vectors."""
         return [(x, values)]
+
+    def is_shared(self, x: torch.Tensor, leading: Sequence[int], samples: int) -> bool:
+        """Also of positions 0, 1, ... alone, without a dimension of samples."""
+        if len(leading) > 1 or leading[0] == 1:
+            return super().is_shared(x, leading, samples)
+        return leading[0] != samples or bool(x.equal(torch.arange(samples, dtype=x.dtype, device=x.device)))
 
     def errors(self, x: torch.Tensor, gradient: torch.Tensor) -> list[Rows]:
         """The gradient as it reaches the table: nothing for padding, and shared by equal tokens where the module says so."""
