@@ -194,3 +194,38 @@ def test_what_does_not_fit_the_store_is_refused_and_changes_nothing(tmp_path: Pa
     resuming(path, Run(OPTIMIZERS["AdamW"]), "optimizer: the store has SGD, found AdamW")
     resuming(path, Run().load(last), "layer 0: the store has '0'", layers=["2"])
     assert dualstore.open(path).verify().ok
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"keys_only": True, "dtype": "float32"}, {"dtype": "float64"}])
+def test_stores_of_tokens_half_precision_and_bare_keys_are_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 3))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(recorder: dualstore.Recorder, model: nn.Module, optimizer: torch.optim.Optimizer, start: int, end: int) -> None:
+        for step in range(start, end):
+            rows = torch.arange(step, step + 4)
+            with recorder.batch(rows, rows % 3):
+                nn.functional.cross_entropy(model(rows % 9), rows % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = made()
+    with dualstore.record(model, optimizer, tmp_path / "whole", **options) as recorder:
+        train(recorder, model, optimizer, 0, 9)
+    model, optimizer = made()
+    with dualstore.record(model, optimizer, tmp_path / "store", **options) as recorder:
+        train(recorder, model, optimizer, 0, 4)
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(recorder, model, optimizer, 4, 7)
+    model, optimizer = made()
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    with dualstore.record(model, optimizer, tmp_path / "store", resume=True, **options) as recorder:
+        assert recorder.steps == 4
+        train(recorder, model, optimizer, 4, 9)
+    text = "SELECT * EXCLUDE (slot) FROM patterns ORDER BY ALL"
+    whole, store = dualstore.open(tmp_path / "whole"), dualstore.open(tmp_path / "store")
+    assert store.sql(text).to_dicts() == whole.sql(text).to_dicts()
+    assert store.verify().ok
