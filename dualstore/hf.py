@@ -98,7 +98,7 @@ class RecorderCallback(TrainerCallback):
         labels = self._labels or (_next_tokens if _predicts_next(model) else _labels_of)
         numbered = Indexed(loader.dataset, paired)
         optimizer = getattr(optimizer, "optimizer", optimizer)  # and this
-        self._driven.begin(model, optimizer, resumed=state.global_step > 0)
+        self._driven.begin(model, [optimizer], resumed=state.global_step > 0)
         self._epoch, self._losses = int(state.epoch or 0) - 1, []
         self._replace(loader, dataset=numbered, collate_fn=_Collate(loader.collate_fn, labels))
         before = model.register_forward_pre_hook(outside(self._before_forward), with_kwargs=True, prepend=True)

@@ -71,12 +71,7 @@ class RecorderCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Weights and optimiser are ready, a checkpoint is loaded: starts to record."""
-        if len(trainer.optimizers) != 1:
-            raise RecordError(
-                f"RecorderCallback: expected one optimiser, found {len(trainer.optimizers)}; "
-                "record the part of the model that one of them trains with `dualstore.record`"
-            )
-        self._driven.begin(pl_module, trainer.optimizers[0], resumed=trainer.global_step > 0)
+        self._driven.begin(pl_module, trainer.optimizers, resumed=trainer.global_step > 0)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Opens the batch."""

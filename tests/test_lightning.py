@@ -247,17 +247,32 @@ def test_a_module_that_steps_by_itself_is_recorded(tmp_path: Path) -> None:
 
 
 class Two(Manual):
-    """Two optimisers."""
+    """Two optimisers, of one layer each."""
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.body[0].parameters(), lr=0.1), torch.optim.SGD(self.body[2].parameters(), lr=0.1)]
+        return [
+            torch.optim.SGD(self.body[0].parameters(), lr=0.1, momentum=0.5),
+            torch.optim.SGD(self.body[2].parameters(), lr=0.2),
+        ]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in (both := self.optimizers()):
+            optimizer.zero_grad()
+        self.manual_backward(Net.training_step(self, batch, batch_idx))
+        for optimizer in both:
+            optimizer.step()
 
 
-def test_several_optimisers_and_batches_without_ids_are_refused(tmp_path: Path) -> None:
+def test_a_module_with_two_optimisers_is_recorded(tmp_path: Path) -> None:
     settings = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    with pytest.raises(RecordError, match="expected one optimiser, found 2"):
-        trainer_of(tmp_path, RecorderCallback(tmp_path / "two"), **settings).fit(Two(), loader_of())
-    assert not (tmp_path / "two").exists()
+    trainer_of(tmp_path, RecorderCallback(tmp_path / "store", dtype="float64"), **settings).fit(Two(), loader_of())
+    store = dualstore.open(tmp_path / "store")
+    assert store.verify().ok, store.verify().problems
+    assert store.info()["rows"] == 2 * 3 * 20
+    assert store.last_step == 3 * 5 - 1
+
+
+def test_batches_without_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"expected a batch with ids, of a data set in `dualstore.indexed"):
         trainer_of(tmp_path, RecorderCallback(tmp_path / "ids")).fit(Net(), DataLoader(TensorDataset(X, Y.double()), batch_size=4))
 

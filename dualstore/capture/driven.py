@@ -1,5 +1,6 @@
 """A recording that the events of a training framework drive: begun, told of batches, flushed and ended by a callback."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,11 +41,11 @@ class Driven:
         """Whether a recording is under way."""
         return self._recorder is not None
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, resumed: bool) -> None:
+    def begin(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, resumed: bool) -> None:
         """Starts a recording, or goes on with the store where training goes on from a checkpoint."""
         self.interrupt()
         going_on: dict[str, Any] = {"resume": True} if resumed and (self._path / "store.json").exists() else {}
-        self._recorder = record(model, optimizer, self._path, **going_on, **self._options)
+        self._recorder = record(model, optimizers, self._path, **going_on, **self._options)
 
     def enter(self, ids: Any, labels: Any, epoch: int) -> Any:
         """Opens a batch and gives it, to have its loss set; one that is open already is left first."""
