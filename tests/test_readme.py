@@ -37,7 +37,7 @@ def test_the_recording_example_runs_as_printed(tmp_path: Path) -> None:
 def test_the_example_of_transformers_runs_as_printed(tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, "-c", marked("hf")], cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-    assert "top 5 of 4,416 patterns: test 1" in found.stdout
+    assert "top 5 of 4,278 patterns: test 1" in found.stdout
     assert "sum of alpha by sample_id" in found.stdout
 
 
