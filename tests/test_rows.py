@@ -83,5 +83,5 @@ def test_a_store_of_an_earlier_format_has_neither(tmp_path: Path) -> None:
     for column in ("slot", "duplicate"):
         with pytest.raises(QueryError, match=f"{column}.*columns: step, epoch, sample_id, position, label, task$"):
             store.query(QUERY, layer=0, where=f"{column} = 0")
-    assert "slot" not in store.sql("SELECT * FROM patterns").columns
+    assert store.sql("SELECT DISTINCT slot, duplicate FROM patterns").to_dicts() == [{"slot": None, "duplicate": None}]
     assert "slot" not in store.sql("SELECT * FROM attention", layer=0, x=QUERY).columns
