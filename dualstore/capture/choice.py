@@ -52,9 +52,11 @@ class Choice:
             found = np.tile(np.isin(np.arange(each), [p % each for p in self.positions if -each <= p < each]), len(e) // each)
         if self.share < 1:
             found = _both(found, random.random(len(e)) < self.share)
-        padding = columns["label"] == IGNORED
-        if padding.any():
-            found = _both(found, ~padding | e.any(axis=1))
+        padding = np.flatnonzero(columns["label"] == IGNORED)
+        if len(padding):
+            reached = np.ones(len(e), bool)
+            reached[padding] = e[padding].any(axis=1)
+            found = _both(found, reached)
         return None if found is None or found.all() else np.flatnonzero(found)
 
     @classmethod

@@ -110,7 +110,7 @@ class Writing:
             columns = claim.columns()
             kept = self.choices[layer.number].kept(columns, e, claim.each, self._random)
             if kept is not None:
-                columns, x, e = {name: values[kept] for name, values in columns.items()}, x[kept], e[kept]
+                columns, x, e = {name: values[kept] for name, values in columns.items()}, x.take(kept, 0), e.take(kept, 0)
             self.writer.add_patterns(layer, columns, x, e if layer.errors else None)
             self._batches[layer.number].append(batch)
             self._pending += len(e) * self._row_bytes[layer.number]
