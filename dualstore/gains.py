@@ -138,11 +138,21 @@ def _columns(gains: Sequence[Gain]) -> list[str]:
 def _memories(
     store: "Store", layers: Sequence[Layer], gains: Sequence[Gain], where: str | None, until: When, with_initial: bool
 ) -> Iterator[_Memory]:
-    """One pass over the log of each layer, and those of layers that share its weight."""
+    """One pass over the log of each layer, and those of layers that share its weight.
+
+    Raises QueryError at the end for a gain whose value no pattern of any layer has.
+    """
     if with_initial and len(gains) != 1:
         raise QueryError(f"with_initial: expected one gain, whose factor W_0 gets, too; found {len(gains)}")
+    missing = set(range(len(gains)))
     for layer in layers:
-        yield _memory(store, layer, gains, where, until)
+        memory = _memory(store, layer, gains, where, until)
+        missing -= {number for counts in memory.changes for number, here in enumerate(counts) if here}
+        yield memory
+    for gain in [gains[number] for number in sorted(missing)]:
+        known = _known(store, layers[0], gain.expression, where, last_step(until))
+        which = "no pattern" + (" that counts" if where is not None or until is not None else "")
+        raise QueryError(f"gain {gain.expression}={gain.value}: {which} has this value; there are {known}")
 
 
 def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | None, until: When) -> _Memory:
@@ -156,11 +166,6 @@ def _memory(store: "Store", layer: Layer, gains: Sequence[Gain], where: str | No
     else:
         initial, changes = _changes(store, layer, select, until)
     found = {tuple(here == "1" for here in select.values[code]): change for code, change in changes.items()}
-    for number, gain in enumerate(gains):
-        if not any(here[number] for here in found):
-            known = _known(store, layer, gain.expression, where, last_step(until))
-            which = "no pattern" + (" that counts" if where is not None or until is not None else "")
-            raise QueryError(f"gain {gain.expression}={gain.value}: {which} has this value; there are {known}")
     return _Memory(initial, found)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.numpy import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -226,6 +227,19 @@ def test_a_table_of_positions_is_recorded_as_of_no_sample(tmp_path: Path, length
         assert set(rows["sample_id"] == -1) == {shared}
         assert rows["position"][rows["step"] == 0].tolist() == list(range(length)) * (1 if shared else 5)
     assert len(run.store.query(test_id=1, layer="places", position=2, top=3).to_dicts()) == 3
+
+
+def test_a_gain_may_be_of_a_group_that_some_layers_lack(tmp_path: Path) -> None:
+    """A table of positions has patterns of no label."""
+    torch.manual_seed(0)
+    run = Trained(tmp_path / "store", Placed(flat=False).double(), tokens(4))
+    run.store.write_weights(tmp_path / "masked.safetensors", gains={"label": {1: 0}})
+    masked, final = load_file(tmp_path / "masked.safetensors"), run.model.state_dict()
+    assert np.allclose(masked["places.weight"], final["places.weight"].numpy(), atol=1e-12)
+    assert not np.allclose(masked["words.weight"], final["words.weight"].numpy(), atol=1e-6)
+    with pytest.raises(dualstore.QueryError, match="gain label=7: no pattern has this value; there are "):
+        run.store.write_weights(tmp_path / "none.safetensors", gains={"label": {7: 0}})
+    assert not (tmp_path / "none.safetensors").exists()
 
 
 def test_positions_without_a_dimension_of_samples_are_told_from_tokens(tmp_path: Path) -> None:
