@@ -40,6 +40,7 @@ class Trained:
             model.eval()
             with recorder.probe([1, 2], loss=lambda output: first(output).reshape(2, -1).square().sum(1)):
                 model(inputs[:2])
+            self.probed = inputs[:1]
         self.store = dualstore.open(path)
 
     def _now(self) -> dict[str, torch.Tensor]:
@@ -82,6 +83,7 @@ class Trained:
                 np.testing.assert_allclose(e.T @ x + turned, self.gradient(layer, step), atol=limit, rtol=limit)
                 if layer.bias:
                     np.testing.assert_allclose(e.sum(0), self.gradient(layer, step, bias=True), atol=limit, rtol=limit)
+        self.assert_probes(limit)
         found = self.store.verify()
         assert found.problems == []
         assert len(found.layers) == len(self.store.layers)
@@ -90,6 +92,36 @@ class Trained:
             assert check.weight_residual < limit
             assert check.output_residual is not None
             assert check.output_residual < limit
+
+    def assert_probes(self, limit: float) -> None:
+        """Keys and gradients of a test example against the gradients of its loss."""
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(first(self.model(self.probed)).square().sum(), list(named.values()), allow_unused=True)
+        self.gradients.append({name: g.to_dense() for name, g in zip(named, found, strict=True) if g is not None})
+        sums = {layer.number: self._of_probe(layer) for layer in self.store.layers}
+        for layer in self.store.layers:
+            place, module = layer.weight_places[0], self.model.get_submodule(layer.name) if layer.keys == "token" else None
+            if isinstance(module, nn.Embedding) and (module.padding_idx is not None or module.scale_grad_by_freq):
+                continue  # the gradient of the output is not what reaches the table
+            others = [
+                sums[other.number].T
+                for other in self.store.layers
+                if other is not layer and other.weight_places[0].parameter == place.parameter and place.rows is None
+            ]
+            mine = sum(others, sums[layer.number])
+            if np.isfinite(mine).all():  # gradients of what is looked up for all samples together are not taken apart
+                np.testing.assert_allclose(mine, self.gradient(layer, -1), atol=limit, rtol=limit)
+            else:
+                assert layer.name in ("places", "mix")
+        self.gradients.pop()
+
+    def _of_probe(self, layer: Layer) -> np.ndarray:
+        """The sum of g x^T over the rows of test example 1."""
+        (path,) = (self.path / f"probes/layer={layer.number}").glob("*.parquet")
+        rows = {name: np.array(values) for name, values in pq.ParquetFile(path).read().to_pydict().items()}
+        mine = rows["test_id"] == 1
+        x = np.eye(layer.d_in)[rows["token"]] if layer.keys == "token" else rows["x"]
+        return rows["g"][mine].T @ x[mine]  # type: ignore[no-any-return]
 
     def names(self) -> list[str]:
         return [layer.name for layer in self.store.layers]
