@@ -24,6 +24,7 @@ from dualstore.capture.compiled import outside
 from dualstore.capture.driven import Driven
 from dualstore.capture.ids import ID_KEY, Indexed, paired
 from dualstore.errors import RecordError
+from dualstore.schema import IGNORED
 
 try:
     from transformers import TrainerCallback
@@ -34,9 +35,6 @@ except ImportError as error:
 __all__ = ["RecorderCallback", "probe_tokens"]
 
 LABEL_KEY = "sample_label"
-IGNORED = -100
-"""The label of a position that is padding or counts for nothing in the loss."""
-
 Labels = Callable[[Mapping[str, Any]], Any]
 
 

@@ -177,6 +177,8 @@ def test_options_of_wrong_types_are_refused_before_anything_is_written(tmp_path:
         "share='half'": "share: expected a number above 0",
         "every=1.5": "every: expected a whole number of at least 1, found 1.5",
         "positions=3": "positions: expected whole numbers, as in [-1] for the last one, found 3",
+        "optimizer=model": "optimizer: expected one of torch.optim or several, found Linear(",
+        "optimizer=[]": "optimizer: expected one of torch.optim or several, found []",
         "max_bytes='1 GB'": "max_bytes: expected a number, found '1 GB'",
     }
     code = f"""
@@ -184,7 +186,8 @@ import dualstore, torch
 model = torch.nn.Linear(2, 2)
 for options in {list(wrong)!r}:
     try:
-        eval(f"dualstore.record(model, torch.optim.SGD(model.parameters()), 'store', {{options}})")
+        kept = "" if "optimizer=" in options else "optimizer=torch.optim.SGD(model.parameters()), "
+        eval(f"dualstore.record(model, path='store', {{kept}}{{options}})")
     except dualstore.RecordError as error:
         print(error)
 """
@@ -362,6 +365,13 @@ def test_optimisers_of_two_classes_give_attention_only(tmp_path: Path) -> None:
 
 
 # Refused
+
+
+def test_complex_weights_are_named_and_left_out(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, dtype=torch.complex64))
+    with pytest.warns(DualstoreWarning, match=r"not recorded: 1\.weight, 1\.bias"):
+        dualstore.record(model, sgd(model), tmp_path).close()
+    assert [layer.name for layer in dualstore.open(tmp_path).layers] == ["0"]
 
 
 def test_a_model_is_recorded_once_at_a_time(tmp_path: Path) -> None:

@@ -27,11 +27,6 @@ class Choice:
     """Places of each call, counted from behind where negative; None for all."""
 
     @property
-    def whole(self) -> bool:
-        """Whether all patterns are stored."""
-        return self.share == 1 and self.every == 1 and self.positions is None
-
-    @property
     def rate(self) -> float:
         """The share of patterns, at random, that a recorded step stands for."""
         return self.share / self.every

@@ -284,7 +284,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _has_weight(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
-    plain = isinstance(weight, nn.Parameter) and not isinstance(weight, UninitializedParameter)
+    plain = isinstance(weight, nn.Parameter) and not isinstance(weight, UninitializedParameter) and weight.is_floating_point()
     return plain and not parametrize.is_parametrized(module)
 
 

@@ -100,7 +100,9 @@ def record(
     Raises RecordError where `path` is not empty (or, to resume, holds no store that fits), nothing is to be recorded, or an
     argument is wrong.
     """
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+        raise RecordError(f"optimizer: expected one of torch.optim or several, found {optimizer!r}")
     settings = Settings(
         layers,
         keys_only,
