@@ -67,15 +67,55 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def start(folder: Path, rank: int, mode: str) -> subprocess.Popen[str]:
+RESUMING = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    import dualstore
+
+    rank, folder, mode = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{mode}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.05)
+    X = torch.linspace(-2, 2, 84, dtype=torch.float64).reshape(21, 4).sin()
+    Y = torch.arange(21) % 3
+    again = mode == "second"
+    if again:
+        weights, state = torch.load(folder / "checkpoint")
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    with dualstore.record(ddp, optimizer, folder / "store", dtype="float64", resume=again) as rec:
+        for step in range(4, 10) if again else range(7):
+            ids = [(step * 4 + rank * 2 + k) % 21 for k in range(2)]
+            with rec.batch(ids, Y[ids], epoch=0):
+                nn.functional.cross_entropy(ddp(X[ids]), Y[ids]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                rec.flush()
+                if rank == 0:
+                    torch.save((model.state_dict(), optimizer.state_dict()), folder / "checkpoint")
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+)
+
+
+def start(folder: Path, rank: int, mode: str, program: str = PROGRAM) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    arguments = [sys.executable, "-c", PROGRAM, str(rank), str(folder), mode]
+    arguments = [sys.executable, "-c", program, str(rank), str(folder), mode]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def run(folder: Path, mode: str) -> None:
-    ranks = [start(folder, rank, mode) for rank in range(2)]
+def run(folder: Path, mode: str, program: str = PROGRAM) -> None:
+    ranks = [start(folder, rank, mode, program) for rank in range(2)]
     for process in ranks:
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
@@ -117,6 +157,20 @@ def test_ranks_on_disks_of_their_own_are_merged(tmp_path: Path) -> None:
     assert merged.sql(text).to_dicts() == together.sql(text).to_dicts()
     query = np.linspace(-1, 1, 4)
     assert merged.query(query, layer=0, top=30).to_dicts() == together.query(query, layer=0, top=30).to_dicts()
+
+
+def test_ranks_go_on_from_a_checkpoint_together(tmp_path: Path) -> None:
+    run(tmp_path, "first", RESUMING)
+    assert dualstore.open(tmp_path / "store").last_step == 6
+    run(tmp_path, "second", RESUMING)
+    store = dualstore.open(tmp_path / "store")
+    found = store.verify()
+    assert found.problems == []
+    assert max(check.weight_residual or 0 for check in found.layers) < 1e-12
+    rows = store.sql(
+        "SELECT step, count(*) AS n, count(DISTINCT sample_id) AS ids FROM patterns WHERE layer = 0 GROUP BY ALL"
+    ).to_dicts()
+    assert sorted((row["step"], row["n"], row["ids"]) for row in rows) == [(step, 4, 4) for step in range(10)]
 
 
 def test_where_a_rank_is_killed_the_rest_stays_readable(tmp_path: Path) -> None:
