@@ -13,7 +13,6 @@ takes them away again just before the model is called.
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 
 from dualstore.capture import Recorder
 from dualstore.capture.compiled import outside
-from dualstore.capture.driven import Driven
+from dualstore.capture.driven import Driven, Held
 from dualstore.capture.ids import ID_KEY, Indexed, paired
 from dualstore.errors import RecordError
 from dualstore.schema import IGNORED
@@ -38,7 +37,7 @@ LABEL_KEY = "sample_label"
 Labels = Callable[[Mapping[str, Any]], Any]
 
 
-class RecorderCallback(TrainerCallback):
+class RecorderCallback(Held, TrainerCallback):
     """Records what a `Trainer` trains into a store; an item's sample_id is its place in the training set.
 
     An item that is a dict with a key "sample_id" keeps that one. Accumulation, clipping, schedules, evaluation on the way and
@@ -61,29 +60,6 @@ class RecorderCallback(TrainerCallback):
         self._ids: Any = None
         self._losses: list[tuple[Any, torch.Tensor, bool]] = []
         """Of the step under way: each batch with its loss, and whether that is a share of the step's."""
-
-    @property
-    def recorder(self) -> Recorder:
-        """The recording under way. Raises RecordError where there is none."""
-        return self._driven.recorder
-
-    def __enter__(self) -> "RecorderCallback":
-        self._driven.hold()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._take_off()
-        self._driven.release(kind, error, trace)
-
-    def close(self) -> None:
-        """Ends the recording; where `train()` failed, inside the loop of a notebook say, `interrupt` is the right end."""
-        self._take_off()
-        self._driven.close()
-
-    def interrupt(self) -> None:
-        """Ends a recording whose training has failed, outside of a `with` block; the store says that it is interrupted."""
-        self._take_off()
-        self._driven.interrupt()
 
     # What the Trainer calls
 

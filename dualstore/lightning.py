@@ -7,11 +7,9 @@ Trainer(max_epochs=3, callbacks=[callback]).fit(module, loader)  # training_step
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from dualstore.capture import Recorder
-from dualstore.capture.driven import Driven
+from dualstore.capture.driven import Driven, Held
 from dualstore.capture.ids import ID_KEY
 from dualstore.errors import RecordError
 
@@ -23,7 +21,7 @@ except ImportError as error:
 __all__ = ["RecorderCallback"]
 
 
-class RecorderCallback(Callback):
+class RecorderCallback(Held, Callback):
     """Records what a `Trainer` trains into a store.
 
     Accumulation, clipping, schedules, validation on the way and checkpoints are as usual: with every checkpoint all steps so far
@@ -50,22 +48,6 @@ class RecorderCallback(Callback):
         self._driven = Driven(path, options)
         self._ids, self._labels = ids or _ids_of, labels or _labels_of
         self._batch: Any = None
-
-    @property
-    def recorder(self) -> Recorder:
-        """The recording under way. Raises RecordError where there is none."""
-        return self._driven.recorder
-
-    def __enter__(self) -> "RecorderCallback":
-        self._driven.hold()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._driven.release(kind, error, trace)
-
-    def close(self) -> None:
-        """Ends the recording."""
-        self._driven.close()
 
     # What the Trainer calls
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from dualstore.capture.recorder import Recorder, record
 from dualstore.errors import RecordError
 
-__all__ = ["Driven"]
+__all__ = ["Driven", "Held"]
 
 
 class Driven:
@@ -107,3 +107,38 @@ class Driven:
             self.close()
         else:
             self.interrupt(kind, error)
+
+
+_Held = TypeVar("_Held", bound="Held")  # what checks types while tests run knows no `Self` here
+
+
+class Held:
+    """What the callbacks of all frameworks have in common: a `with` block holds the recording open behind the training."""
+
+    _driven: Driven
+
+    @property
+    def recorder(self) -> Recorder:
+        """The recording under way. Raises RecordError where there is none."""
+        return self._driven.recorder
+
+    def __enter__(self: _Held) -> _Held:
+        self._driven.hold()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._take_off()
+        self._driven.release(kind, error, trace)
+
+    def close(self) -> None:
+        """Ends the recording as complete; of a training that failed outside of a `with` block, `interrupt` is the right end."""
+        self._take_off()
+        self._driven.close()
+
+    def interrupt(self) -> None:
+        """Ends a recording whose training has failed, outside of a `with` block; the store says that it is interrupted."""
+        self._take_off()
+        self._driven.interrupt()
+
+    def _take_off(self) -> None:
+        """Takes off what the training got from the callback."""
