@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dualstore.capture.names import AnyClaim, Names, labels_of
 from dualstore.capture.taps import Rows, Tap, keys_of, vectors_of
 from dualstore.errors import RecordError
-from dualstore.schema import NO_LABEL, Layer
+from dualstore.schema import NO_LABEL, Layer, single
 
 __all__ = ["Probe", "source_of"]
 
@@ -91,7 +91,7 @@ class Probe:
         """Scalar columns, x, y and g of each layer; g is NaN where no loss was given or none depends on the layer."""
         if not self._seen:
             raise RecordError("probe(): no recorded layer was called; call the model inside `with rec.probe(...):`")
-        dtype = "float32" if dtype == "float16" else dtype
+        dtype = single(dtype)
         found: dict[int, list[dict[str, NDArray[Any]]]] = {}
         for seen in self._seen:
             for layer, claim, (x, y), g in seen.each():

@@ -20,7 +20,7 @@ from dualstore.capture.choice import Choice
 from dualstore.capture.compiled import forget_compiled
 from dualstore.capture.estimate import Estimate
 from dualstore.capture.functional import LinearWatch, Use, slow_path
-from dualstore.capture.gradients import Change, GradientWatch
+from dualstore.capture.gradients import Change, GradientWatch, Matrix
 from dualstore.capture.layers import Chosen, Found, Recorded, find_layers
 from dualstore.capture.names import AnyClaim, EpochCounter, Names, Sampled, TaskCodes
 from dualstore.capture.notes import Notes, warn
@@ -104,21 +104,21 @@ def record(
     if not optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
         raise RecordError(f"optimizer: expected one of torch.optim or several, found {optimizer!r}")
     settings = Settings(
-        layers,
-        keys_only,
-        dtype,
-        share,
-        every,
-        positions,
-        seed,
-        max_bytes,
-        sampler,
-        resume,
-        queue_bytes,
-        flush_s,
-        index,
-        audit_every,
-        maker,
+        layers=layers,
+        keys_only=keys_only,
+        dtype=dtype,
+        share=share,
+        every=every,
+        positions=positions,
+        seed=seed,
+        max_bytes=max_bytes,
+        sampler=sampler,
+        resume=resume,
+        queue_bytes=queue_bytes,
+        flush_s=flush_s,
+        index=index,
+        audit_every=audit_every,
+        maker=maker,
     )
     return Recorder(model, optimizers, Path(path), settings)
 
@@ -318,19 +318,19 @@ class Recorder:
             hooks.callback(module.register_forward_hook(partial(self._called, tap), with_kwargs=True).remove)
         for module, recorded in found.recurrences.items():
             hooks.callback(module.register_forward_hook(partial(self._recurred, recorded), with_kwargs=True).remove)
-        weights = {id(m.parameter): m.parameter for some in found.projections.values() for one in some for m in one.weights}
-        if weights:
-            hooks.callback(LinearWatch(weights.values(), self._projected).close)
+        projections = [(one.layer, one.weights[0]) for some in found.projections.values() for one in some]
+        if projections:
+            watch = LinearWatch([matrix.parameter for _, matrix in projections], partial(self._projected, projections))
+            hooks.callback(watch.close)
         self._stepper.hook(hooks)
         return hooks
 
     def _called(self, tap: Tap, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         self._see(tap, args[0] if args else next(iter(kwargs.values())), output)
 
-    def _projected(self, use: Use) -> None:
+    def _projected(self, projections: Sequence[tuple[Layer, Matrix]], use: Use) -> None:
         """A multiplication inside attention."""
-        places = [(one.layer, one.weights[0]) for some in self._found.projections.values() for one in some]
-        mine = [(layer, m.place) for layer, m in places if m.parameter is use.parameter and use.covers(m.place.rows)]
+        mine = [(layer, m.place) for layer, m in projections if m.parameter is use.parameter and use.covers(m.place.rows)]
         if mine:
             self._see(ProjectionTap(mine, use), use.x, use.output)
 
@@ -451,10 +451,10 @@ class Recorder:
         if self._settings.max_bytes and not self._stopped and self._writing.bytes_after_next > self._settings.max_bytes:
             self._stop()
 
-    def _skip_step(self) -> None:
-        """Forgets the rows of a step that does not exist."""
+    def _skip_step(self, layers: Sequence[Layer]) -> None:
+        """Forgets the rows of layers whose step does not exist."""
         self._step_begun = False
-        self._put(self._writing.drop_all, 0)
+        self._put(partial(self._writing.drop_all, layers), 0)
 
     def _stop(self) -> None:
         """Ends the recording of steps; the weights of now are those that the store explains."""

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from dualstore.capture.gradients import GradientWatch, sample_of
-from dualstore.capture.layers import Found
+from dualstore.capture.layers import Found, Recorded
 from dualstore.capture.notes import Notes
 from dualstore.capture.optimizers import Mark, settings_of, skipped
 from dualstore.capture.writing import Taken
+from dualstore.schema import Layer
 
 __all__ = ["Stepper"]
 
@@ -20,7 +21,8 @@ __all__ = ["Stepper"]
 class Stepper:
     """Looks at every step of some optimisers; a step of the store is one of each.
 
-    `end` is called when all of them have taken it, `skip` where one passed it over; `audited` tells whether to look closely.
+    `end` is called when all of them have taken it, `skip` with the layers of one that passed it over; `audited` tells whether to
+    look closely.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class Stepper:
         notes: Notes,
         *,
         end: Callable[[], None],
-        skip: Callable[[], None],
+        skip: Callable[[Sequence[Layer]], None],
         audited: Callable[[], bool],
     ) -> None:
         self._model, self._found, self._optimizers, self._watch, self._notes = model, found, optimizers, watch, notes
@@ -81,21 +83,25 @@ class Stepper:
             self._look_at_weights(self.left)
         if self._audited():
             self._look_for_others(optimizer)
-        taken, mine, first = self._taken, set[int](), 0
-        for one in self._optimizers:
-            groups = range(first, first + len(one.param_groups))
-            first = groups.stop
-            if one is optimizer:
-                mine |= set(groups)
-                taken.scales |= dict.fromkeys(groups, getattr(one, "grad_scale", None))
-        for recorded in self._found.recorded:
-            if recorded.layer.weight_group in mine:
-                number, watched = recorded.layer.number, recorded.watched
-                taken.changes[number] = [self._watch.change(matrix) for matrix in watched]
-                self._watch.forget(watched)
-                taken.idle += [number] if watched[0].parameter.grad is None else []
-                taken.idle_bias += [number] if watched[-1].parameter.grad is None else []
+        taken = self._taken
+        taken.scales |= dict.fromkeys(self._groups_of(optimizer), getattr(optimizer, "grad_scale", None))
+        for recorded in self._moved_by(optimizer):
+            number, watched = recorded.layer.number, recorded.watched
+            taken.changes[number] = [self._watch.change(matrix) for matrix in watched]
+            self._watch.forget(watched)
+            taken.idle += [number] if watched[0].parameter.grad is None else []
+            taken.idle_bias += [number] if watched[-1].parameter.grad is None else []
         taken.groups = [settings_of(one, group) for one in self._optimizers for group in one.param_groups]
+
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> range:
+        """The numbers of its parameter groups among those of all."""
+        first = sum(len(one.param_groups) for one in self._optimizers[: self._optimizers.index(optimizer)])
+        return range(first, first + len(optimizer.param_groups))
+
+    def _moved_by(self, optimizer: torch.optim.Optimizer) -> list[Recorded]:
+        """The layers whose weight an optimiser trains."""
+        groups = self._groups_of(optimizer)
+        return [recorded for recorded in self._found.recorded if recorded.layer.weight_group in groups]
 
     def _look_at_weights(self, left: Mark) -> None:
         """Notes weights that something else than the optimiser has changed."""
@@ -130,8 +136,10 @@ class Stepper:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if skipped(optimizer):
-            self._taken = Taken()
-            self._skip()
+            layers = [recorded.layer for recorded in self._moved_by(optimizer)]
+            for layer in layers:
+                self._taken.forget(layer.number)
+            self._skip(layers)
             return
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):

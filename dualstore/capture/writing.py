@@ -56,6 +56,11 @@ class Taken:
     scales: dict[int, Any] = field(default_factory=dict)
     """By what a fused optimiser divides the gradients of its groups itself, for GradScaler."""
 
+    def forget(self, layer: int) -> None:
+        """Takes a layer out, whose optimiser passed the step over."""
+        del self.changes[layer]
+        self.idle, self.idle_bias = ([number for number in some if number != layer] for some in (self.idle, self.idle_bias))
+
 
 class Writing:
     """Takes rows as they arrive and makes steps of them. Not for several threads at once."""
@@ -66,7 +71,7 @@ class Writing:
         self.writer = writer
         self._found, self.choices, self._notes, self._ranks = found, choices, notes, ranks
         self._random = np.random.default_rng([seed, writer.rank])
-        self._stored = "float32" if writer.info.dtype == "float16" else writer.info.dtype
+        self._stored = writer.info.precision
         self._batches: dict[int, list[Batch]] = {layer.number: [] for layer in found.layers}
         """The batches that each layer has rows of in the step under way."""
         self._audits: dict[int, Audit] = {}
@@ -120,9 +125,9 @@ class Writing:
         """What would be written after one more step like the largest."""
         return self.bytes + self._largest
 
-    def drop_all(self) -> None:
-        """Forgets all rows of the step under way."""
-        for layer in self._found.layers:
+    def drop_all(self, layers: Sequence[Layer]) -> None:
+        """Forgets the rows that some layers have of the step under way."""
+        for layer in layers:
             self.drop(layer)
 
     def drop(self, layer: Layer) -> None:
