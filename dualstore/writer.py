@@ -4,6 +4,7 @@ A flush closes the open part of every layer at a step's end, publishes them and 
 same name. What has no steps part is not part of the store, so a crash loses at most the steps since the last flush.
 """
 
+import fcntl
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_co
 from dualstore.spool import Spool
 from dualstore.steps import DEFAULTS, STEPS_SCHEMA
 
-__all__ = ["SAMPLES_SCHEMA", "StoreWriter", "ballast_name", "write_table", "write_whole"]
+__all__ = ["SAMPLES_SCHEMA", "StoreWriter", "remove_left_ballast", "write_table", "write_whole"]
 
 Columns = Mapping[str, NDArray[Any]]
 
@@ -105,13 +106,15 @@ class StoreWriter:
 
     def _begin(self) -> None:
         """Takes the folder, which another recording may want at the same time, and disk space; leaves nothing where it fails."""
-        with open(self._ballast, "xb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, self._spool.total_bytes + BALLAST_BYTES * (4 + len(self.info.layers)))
-                self.save_info()
-            except BaseException:
-                self._free_ballast()
-                raise
+        self._held = open(self._ballast, "xb")  # noqa: SIM115 - locked until the writer is closed
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._held.fileno(), 0, self._spool.total_bytes + BALLAST_BYTES * (4 + len(self.info.layers)))
+            self.save_info()
+        except BaseException:
+            self._free_ballast()
+            self._held.close()
+            raise
 
     @property
     def nonfinite_rows(self) -> int:
@@ -236,6 +239,7 @@ class StoreWriter:
             self.wait()
         finally:
             self._free_ballast()
+            self._held.close()
             self._publisher.shutdown()
             for part in [*self._open.patterns.values(), *self._open.probes.values()]:
                 part.discard()
@@ -296,8 +300,21 @@ class StoreWriter:
 
 
 def ballast_name(rank: int) -> str:
-    """The file that a rank holds while it writes."""
+    """The file that a rank holds, and has locked, while it writes."""
     return f".ballast-{rank}.tmp" if rank else ".ballast.tmp"
+
+
+def remove_left_ballast(root: Path, rank: int) -> bool:
+    """Removes what a rank that was killed has left; False where its writer is still at work."""
+    path = root / ballast_name(rank)
+    if path.exists():
+        with open(path, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            path.unlink()
+    return True
 
 
 def _key(layer: Layer) -> str:

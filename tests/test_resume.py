@@ -121,7 +121,8 @@ def test_a_killed_recording_is_resumed_from_its_last_flush(tmp_path: Path) -> No
     recorder.flush()
     state = run.state()
     run.train(recorder, 9, 14)
-    recorder._writing.writer._spool.close()  # what a killed process leaves: open parts and the ballast
+    recorder._writing.writer._spool.close()  # what a killed process leaves: open parts, and the ballast without its lock
+    recorder._writing.writer._held.close()
     recorder._detach()
     assert list((tmp_path / "store").rglob("*.tmp"))
     again = Run().load(state)
@@ -129,6 +130,17 @@ def test_a_killed_recording_is_resumed_from_its_last_flush(tmp_path: Path) -> No
         again.train(recorder, 9, 20)
     assert rows_of(tmp_path / "store") == expected
     assert not list((tmp_path / "store").rglob("*.tmp"))
+
+
+def test_a_recording_under_way_is_not_resumed(tmp_path: Path) -> None:
+    """By another model: the same one is refused as being recorded already."""
+    run = Run()
+    with run.record(tmp_path / "store") as recorder:
+        run.train(recorder, 0, 4)
+        recorder.flush()
+        resuming(tmp_path / "store", Run().load(run.state()), "another recording writes here; end it first")
+        run.train(recorder, 4, 6)
+    assert dualstore.open(tmp_path / "store").verify().ok
 
 
 def test_probes_of_later_weights_are_forgotten(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dualstore.schema import FORMAT, Layer, StoreInfo
 from dualstore.shapes import Int64
 from dualstore.steps import Steps
 from dualstore.weights import Tensors
-from dualstore.writer import StoreWriter, ballast_name
+from dualstore.writer import StoreWriter, remove_left_ballast
 
 __all__ = ["ids_of_last_epoch", "resumed"]
 
@@ -35,7 +35,8 @@ def resumed(
         steps = Steps.read(sorted((path / "steps").glob(f"part-{rank}-*.parquet")))
         _check(path, known, info)
         step = _step_of(path, steps, mark, tensors)
-        (path / ballast_name(rank)).unlink(missing_ok=True)  # of a recording that was killed
+        if not remove_left_ballast(path, rank):
+            raise RecordError(f"{path}: another recording writes here; end it first")
         found = StoreWriter(
             path,
             _continued(known, info),
