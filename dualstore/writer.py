@@ -108,7 +108,7 @@ class StoreWriter:
         """Takes the folder, which another recording may want at the same time, and disk space; leaves nothing where it fails."""
         self._held = open(self._ballast, "xb")  # noqa: SIM115 - locked until the writer is closed
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(self._held.fileno(), 0, self._spool.total_bytes + BALLAST_BYTES * (4 + len(self.info.layers)))
             self.save_info()
         except BaseException:
@@ -305,13 +305,13 @@ def ballast_name(rank: int) -> str:
 
 
 def remove_left_ballast(root: Path, rank: int) -> bool:
-    """Removes what a rank that was killed has left; False where its writer is still at work."""
+    """Removes what a rank that was killed has left; False where another process is still writing."""
     path = root / ballast_name(rank)
     if path.exists():
-        with open(path, "rb") as file:
+        with open(path, "r+b") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
                 return False
             path.unlink()
     return True

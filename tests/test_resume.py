@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,14 +134,25 @@ def test_a_killed_recording_is_resumed_from_its_last_flush(tmp_path: Path) -> No
     assert not list((tmp_path / "store").rglob("*.tmp"))
 
 
-def test_a_recording_under_way_is_not_resumed(tmp_path: Path) -> None:
-    """By another model: the same one is refused as being recorded already."""
+def test_a_store_that_another_process_writes_is_not_resumed(tmp_path: Path) -> None:
     run = Run()
-    with run.record(tmp_path / "store") as recorder:
-        run.train(recorder, 0, 4)
-        recorder.flush()
-        resuming(tmp_path / "store", Run().load(run.state()), "another recording writes here; end it first")
-        run.train(recorder, 4, 6)
+    recorder = run.record(tmp_path / "store")
+    run.train(recorder, 0, 4)
+    recorder.flush()
+    recorder._detach()
+    recorder._writing.writer._held.close()
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'r+b'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); input()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path / "store" / ".ballast.tmp")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        again = Run().load(run.state())
+        resuming(tmp_path / "store", again, "another process is recording into it; end that first")
+        other.communicate("\n")
+    with again.record(tmp_path / "store", resume=True) as recorder:
+        again.train(recorder, 4, 6)
     assert dualstore.open(tmp_path / "store").verify().ok
 
 

@@ -36,7 +36,7 @@ def resumed(
         _check(path, known, info)
         step = _step_of(path, steps, mark, tensors)
         if not remove_left_ballast(path, rank):
-            raise RecordError(f"{path}: another recording writes here; end it first")
+            raise RecordError(f"{path}: another process is recording into it; end that first")
         found = StoreWriter(
             path,
             _continued(known, info),
