@@ -131,11 +131,17 @@ class PartWriter:
         """Vectors with NaN or infinity so far, all vector columns together."""
         return sum(self.nonfinite.values())
 
-    def append(self, scalars: Mapping[str, NDArray[Any]], vectors: Mapping[str, NDArray[Any]]) -> None:
+    def append(
+        self,
+        scalars: Mapping[str, NDArray[Any]],
+        vectors: Mapping[str, NDArray[Any]],
+        kept: NDArray[np.integer[Any]] | None = None,
+    ) -> None:
         """Adds n rows.
 
         Scalar columns have n values; they are kept and must not change. Vectors are (n, width), of the column's type and
-        C-contiguous. Raises OSError where the disk is full; the part can then still be rolled back and finished.
+        C-contiguous; where `kept`, (n,), is given, they have more rows, and these are taken.
+        Raises OSError where the disk is full; the part can then still be rolled back and finished.
         """
         total = len(next(iter(scalars.values())))
         done = 0
@@ -143,9 +149,10 @@ class PartWriter:
             take = min(total - done, self.group_rows - self._filled)
             whole = take == total
             self._scalars.append(scalars if whole else {name: values[done : done + take] for name, values in scalars.items()})
+            some = kept if kept is None or whole else kept[done : done + take]
             for chunk in self._vectors:
                 values = vectors[chunk.column.name]
-                self._add(chunk, values if whole else values[done : done + take])
+                self._add(chunk, values if whole or kept is not None else values[done : done + take], some)
             self._filled += take
             self.rows += take
             done += take
@@ -232,13 +239,18 @@ class PartWriter:
                 self._vectors.append(_Chunk(column, values_at, run))
                 at = values_at + self.group_rows * column.row_bytes
 
-    def _add(self, chunk: _Chunk, values: NDArray[Any]) -> None:
-        data = values.reshape(-1).data.cast("B")
+    def _add(self, chunk: _Chunk, values: NDArray[Any], kept: NDArray[np.integer[Any]] | None) -> None:
         if chunk.run is None:
-            self._write(data, chunk.values_at + self._filled * chunk.column.row_bytes)
+            rows = values if kept is None else values.take(kept, 0)
+            self._write(rows, chunk.values_at + self._filled * chunk.column.row_bytes)
+            self._see(chunk, rows)
         else:
-            chunk.run.append(data)
-        chunk.crc = isal_zlib.crc32(data, chunk.crc)
+            for rows in chunk.run.append_rows(values, kept):
+                self._see(chunk, rows)
+
+    def _see(self, chunk: _Chunk, values: NDArray[Any]) -> None:
+        """Takes rows into checksum and norms."""
+        chunk.crc = isal_zlib.crc32(values, chunk.crc)
         with np.errstate(over="ignore", invalid="ignore"):
             wide = to_single(values) if values.dtype == np.float16 else values
             square = float(np.vecdot(wide, wide).max())

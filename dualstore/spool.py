@@ -9,12 +9,18 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["PAGE", "Run", "Spool", "write_all"]
 
 PAGE = 4096
 MAX_BUFFER_BYTES = 4 << 20
+PIECE_BYTES = 512 << 10
+"""Rows are copied in pieces that stay in a core's cache for what is done with them next."""
 _SPARE = 6
 """Buffers beyond one for each run: those that are being written. Layers of one size fill theirs at the same time."""
 
@@ -119,18 +125,52 @@ class Run:
 
     def append(self, data: memoryview) -> None:
         """Adds bytes. Raises OSError where the disk was full at this or an earlier write of any run."""
+        while data:
+            buffer, room = self._room()
+            size = min(len(data), room)
+            buffer[self._fill : self._fill + size] = data[:size]
+            self._advance(buffer, size)
+            data = data[size:]
+
+    def append_rows(self, rows: NDArray[Any], kept: NDArray[np.integer[Any]] | None = None) -> Iterator[NDArray[Any]]:
+        """Adds rows (n, width), or those of them that are kept; yields each piece as soon as it is copied, as (k, width).
+
+        A piece is a view that is valid until the next one is asked for. Raises OSError as `append` does.
+        """
+        done, width = 0, rows.shape[1]
+        count, row_bytes = len(rows) if kept is None else len(kept), width * rows.itemsize
+        while done < count:
+            buffer, room = self._room()
+            size = min(count - done, room // row_bytes, max(1, PIECE_BYTES // row_bytes))
+            some: Any = slice(done, done + max(1, size)) if kept is None else kept[done : done + max(1, size)]
+            if size:
+                piece = np.frombuffer(buffer, rows.dtype, size * width, self._fill).reshape(size, width)
+                if kept is None:
+                    piece[...] = rows[some]
+                else:
+                    np.take(rows, some, 0, out=piece, mode="clip")  # any other mode copies once more
+                yield piece
+                self._advance(buffer, piece.nbytes)
+            else:  # a row that the buffer's end parts
+                piece = np.ascontiguousarray(rows[some])
+                self.append(piece.reshape(-1).data.cast("B"))
+                yield piece
+            done += max(1, size)
+
+    def _room(self) -> tuple[mmap.mmap, int]:
+        """The buffer that is being filled, and the bytes left in it."""
         if self._spool.error is not None:
             raise self._spool.error
-        while data:
-            if self._buffer is None:
-                self._buffer = self._spool.take()
-            size = min(len(data), self._spool.buffer_bytes - self._fill)
-            self._buffer[self._fill : self._fill + size] = data[:size]
-            self._fill += size
-            data = data[size:]
-            if self._fill == self._spool.buffer_bytes:
-                self._spool.submit(self, self._buffer, self._at + self._start)
-                self._buffer, self._start, self._fill = None, self._start + self._fill, 0
+        if self._buffer is None:
+            self._buffer = self._spool.take()
+        return self._buffer, self._spool.buffer_bytes - self._fill
+
+    def _advance(self, buffer: mmap.mmap, size: int) -> None:
+        """Counts bytes that were put into the buffer; a full one is handed on."""
+        self._fill += size
+        if self._fill == self._spool.buffer_bytes:
+            self._spool.submit(self, buffer, self._at + self._start)
+            self._buffer, self._start, self._fill = None, self._start + self._fill, 0
 
     def seek(self, length: int) -> None:
         """Goes back to `length` bytes; what follows is written over."""

@@ -30,7 +30,7 @@ __all__ = ["SAMPLES_SCHEMA", "StoreWriter", "remove_left_ballast", "write_table"
 
 Columns = Mapping[str, NDArray[Any]]
 
-FIRST_PART_BYTES = 64 << 20
+FIRST_PART_BYTES = 256 << 20
 """Size of the first parts, all layers together; it doubles with each flush up to LAYER_PART_BYTES a layer."""
 LAYER_PART_BYTES = 256 << 20
 
@@ -125,11 +125,18 @@ class StoreWriter:
         """Bytes that one pattern of a layer takes."""
         return _row_bytes(pattern_columns(layer, self.info.dtype))
 
-    def add_patterns(self, layer: Layer, rows: Columns, x: NDArray[Any], e: NDArray[Any] | None) -> None:
+    def add_patterns(
+        self,
+        layer: Layer,
+        rows: Columns,
+        x: NDArray[Any],
+        e: NDArray[Any] | None,
+        kept: NDArray[np.integer[Any]] | None = None,
+    ) -> None:
         """Adds patterns of the step under way: sample_id, position, label and task of each, keys and errors.
 
         Keys are (n,) int32 where the layer's are tokens; errors are left out where it has none. Those of a store in half
-        precision are given in single precision.
+        precision are given in single precision. Where only some rows are to be `kept`, these are their numbers.
 
         Raises OSError where the disk is full; then nothing of the step is in the store.
         """
@@ -138,10 +145,17 @@ class StoreWriter:
             part = self._open.patterns.get(number) or self._part(self._open.patterns, "patterns", layer, pattern_columns)
             if number not in self._step.marks:
                 self._step.marks[number] = part.mark()
-            known = {"step": np.full(len(x), self.last_step + 1, np.int32), "slot": None, "duplicate": None, **self._coded(rows)}
-            filled = {name: np.zeros(len(x), np.int32) if values is None else values for name, values in known.items()}
-            part.append(*_columns(filled, {_key(layer): x} if e is None else {_key(layer): x, "e": e}, self.info.dtype))
-            self._step.rows[number] = self._step.rows.get(number, 0) + len(x)
+            count = len(x) if kept is None else len(kept)
+            some = rows if kept is None else {name: values[kept] for name, values in rows.items()}
+            known = {"step": np.full(count, self.last_step + 1, np.int32), "slot": None, "duplicate": None, **self._coded(some)}
+            filled = {name: np.zeros(count, np.int32) if values is None else values for name, values in known.items()}
+            arrays = {_key(layer): x} if e is None else {_key(layer): x, "e": e}
+            if kept is not None:
+                halved = self.info.dtype == "float16"
+                arrays = {name: v.take(kept, 0) if halved or v.ndim == 1 else v for name, v in arrays.items()}
+                kept = None if halved else kept
+            part.append(*_columns(filled, arrays, self.info.dtype), kept)
+            self._step.rows[number] = self._step.rows.get(number, 0) + count
         except BaseException:
             self._free_ballast()
             self._drop_step()
@@ -253,10 +267,12 @@ class StoreWriter:
             return 1 << 20
         largest = max(sizes, key=lambda number: sizes[number])
         total = FIRST_PART_BYTES << min(self._sequence, 32)
+        each, group = self._step.rows[largest], self._open.patterns[largest].group_rows
         steps = max(1, min(total // sum(sizes.values()), LAYER_PART_BYTES // sizes[largest]))
-        rows, group = steps * self._step.rows[largest], self._open.patterns[largest].group_rows
-        whole = rows // group * group or rows
-        return -(-whole // self._step.rows[largest])
+        # Whole row groups: what follows the vectors that a group lacks at its end must move up.
+        whole = steps * each // group * group
+        short, lacking = divmod(whole, each)
+        return steps if not whole else short if lacking <= group // 16 and short else short + 1
 
     def _part(self, parts: dict[int, PartWriter], folder: str, layer: Layer, columns: Any) -> PartWriter:
         if layer.number not in parts:

@@ -219,6 +219,30 @@ def test_the_sizes_of_the_pieces_do_not_matter(tmp_path: Path, width: int, way: 
     assert (tmp_path / "pieces.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
 
+@pytest.mark.parametrize("way", WAYS)
+@SMALL
+@given(pieces=st.lists(st.integers(0, 3 * GROUP_ROWS), min_size=1, max_size=4), dtype=st.sampled_from(["float32", "float64"]))
+def test_rows_kept_of_more_leave_the_same_bytes_as_these_rows_alone(
+    tmp_path: Path, way: str, dtype: str, pieces: list[int]
+) -> None:
+    columns = columns_of(dtype, 300)
+    more = rows_of(columns, 2 * sum(pieces), seed=sum(pieces))
+    kept = np.sort(np.random.default_rng(0).permutation(2 * sum(pieces))[: sum(pieces)])
+    alone = {name: values[kept] for name, values in more.items()}
+    write_part(tmp_path / "alone.parquet", columns, alone, way=way)
+    with open_part(tmp_path / "kept.parquet", columns, way) as writer:
+        at = 0
+        for piece in pieces:
+            scalars = {column.name: alone[column.name][at : at + piece] for column in columns if column.width is None}
+            vectors = {column.name: more[column.name] for column in columns if column.width is not None}
+            with np.errstate(all="ignore"):
+                writer.append(scalars, vectors, kept[at : at + piece])
+            at += piece
+        writer.finish()
+        writer.publish()
+    assert (tmp_path / "kept.parquet").read_bytes() == (tmp_path / "alone.parquet").read_bytes()
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_a_part_without_rows_is_a_file_without_rows(tmp_path: Path, reader: str) -> None:
     columns = columns_of("float32", 5)

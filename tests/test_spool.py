@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,33 @@ def test_what_is_appended_and_not_taken_back_is_in_the_file(
         assert os.pread(plain, len(expected), index * 64 * PAGE) == expected
     os.close(plain)
     os.close(direct)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    width=st.integers(1, 3 * PAGE),
+    pieces=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=8),
+    piece=st.integers(1, 9),
+)
+def test_rows_are_added_as_their_bytes_would_be_and_seen_on_the_way(
+    tmp_path_factory: pytest.TempPathFactory, width: int, pieces: list[tuple[int, bool]], piece: int
+) -> None:
+    path = tmp_path_factory.mktemp("spool") / "run"
+    plain = os.open(path, os.O_RDWR | os.O_CREAT)
+    spool = Spool(1, 7 * PAGE, never)
+    run, random, wanted, seen = Run(spool, plain, plain, 0), np.random.default_rng(width), b"", b""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE_BYTES", piece * width)
+        for count, some in pieces:
+            rows = random.integers(0, 256, (2 * count, width), np.uint8)
+            kept = np.sort(random.permutation(2 * count)[:count]) if some else None
+            wanted += (rows if kept is None else rows[kept]).tobytes()
+            seen += b"".join(found.tobytes() for found in run.append_rows(rows, kept))
+    run.end()
+    spool.close()
+    assert seen == wanted
+    assert os.pread(plain, len(wanted) + 1, 0) == wanted
+    os.close(plain)
 
 
 def test_buffers_stay_within_the_limit() -> None:

@@ -114,11 +114,9 @@ class Writing:
                 self._audit(layer, x, e, errors.dtype)
             columns = claim.columns()
             kept = self.choices[layer.number].kept(columns, e, claim.each, self._random)
-            if kept is not None:
-                columns, x, e = {name: values[kept] for name, values in columns.items()}, x.take(kept, 0), e.take(kept, 0)
-            self.writer.add_patterns(layer, columns, x, e if layer.errors else None)
+            self.writer.add_patterns(layer, columns, x, e if layer.errors else None, kept)
             self._batches[layer.number].append(batch)
-            self._pending += len(e) * self._row_bytes[layer.number]
+            self._pending += len(e if kept is None else kept) * self._row_bytes[layer.number]
 
     @property
     def bytes_after_next(self) -> int:
