@@ -86,11 +86,10 @@ def mnist_run(options: argparse.Namespace, folder: Path) -> Path:
     """The store of the paper's MNIST run that `--store` names, or one recorded now."""
     path: Path = options.store or folder / "store"
     if not (path / "store.json").exists():
-        from dualstore.datasets import load_idx
-        from dualstore.training import Phase, Settings, prepare, run_phases
+        from dualstore.experiments.images import PLANS, phases_of, run_phases
 
-        data = prepare(load_idx("mnist", options.data), task="mnist")
-        run_phases(path, [Phase([data], 5000)], Settings(), progress=lambda done, total: None)
+        plan = PLANS["mnist"]
+        run_phases(path, phases_of(plan, plan.settings, options.data), plan.settings, progress=lambda done, total: None)
     return path
 
 

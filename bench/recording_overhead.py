@@ -15,7 +15,7 @@ from torch import nn
 
 import dualstore
 from dualstore.datasets import load_idx
-from dualstore.training import Data, prepare
+from dualstore.experiments.images import Data, prepare
 
 
 class Loop:

@@ -8,7 +8,7 @@ import click
 
 from dualstore.errors import DualstoreError, DualstoreWarning
 
-from . import ask, change, look, run
+from . import ask, change, look, reproduction, run
 
 __all__ = ["commands", "main"]
 
@@ -20,7 +20,7 @@ def commands() -> None:
 
 
 for _command in (
-    *(run.demo, run.train, look.info),
+    *(run.demo, run.train, reproduction.reproduce, look.info),
     *(ask.query, ask.totals, ask.votes, ask.self_influence, ask.sql, change.reweigh),
     *(look.verify, look.index, look.merge),
 ):

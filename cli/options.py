@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import numpy as np
@@ -12,9 +12,13 @@ import dualstore
 from dualstore.errors import QueryError
 from dualstore.store import MAX_THREADS
 
+if TYPE_CHECKING:
+    from dualstore.experiments.reproduce import Request
+
 __all__ = [
     "Finite",
     "budget_options",
+    "experiment_options",
     "explain_option",
     "inexact_option",
     "layer_of",
@@ -24,6 +28,7 @@ __all__ = [
     "pool_option",
     "query_options",
     "query_vector",
+    "request_of",
     "score_of",
     "score_options",
     "store_option",
@@ -103,6 +108,30 @@ inexact_option = click.option(
 pool_option = click.option("--pool", type=click.Choice(["mean", "sum"]), help="Of the scores for all queries, instead of each.")
 
 where_option = click.option("--where", help="SQL condition on step, epoch, sample_id, position, label, task, slot, duplicate.")
+
+
+experiment_options = _stack(
+    click.option("--data", type=click.Path(path_type=Path),
+                 help="Folder with the data; also $DUALSTORE_DATA. By default images are downloaded."),
+    click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), default=0, show_default=True),
+    click.option("--scale", type=Finite(min=0, min_open=True, max=1), default=1.0, show_default=True,
+                 help="Share of the widths and of the data, for a quick look."),
+    click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps, of each phase."),
+    click.option("--batch-size", type=click.IntRange(min=1)),
+    click.option("--lr", type=Finite(min=0), help="Learning rate."),
+    click.option("--momentum", type=Finite(min=0)),
+    click.option("--clip", type=Finite(min=0), help="Largest gradient norm; 0 for no clipping."),
+    click.option("--hidden", type=click.IntRange(1, 1 << 20), help="Width of the hidden layers."),
+    click.option("--images", type=click.IntRange(min=1), help="Training images of each set."),
+)  # fmt: skip
+
+
+def request_of(options: dict[str, Any]) -> "Request":
+    """What `experiment_options` ask for; what was not given stays as the experiment has it."""
+    from dualstore.experiments.reproduce import Request  # brings torch
+
+    common = {name: options.pop(name) for name in ("data", "seed", "scale")}
+    return Request(**common, changes={name: value for name, value in options.items() if value is not None})
 
 
 def open_from(store: Path, memory_mb: int = 256, threads: int = 2, inexact: bool = False) -> dualstore.Store:

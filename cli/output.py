@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import click
 
 from dualstore.result import Result, format_value
 
-__all__ = ["print_explain", "print_object", "print_result", "print_table", "progress_bar"]
+__all__ = ["print_explain", "print_object", "print_result", "print_table", "progress_bar", "progress_bars"]
 
 
 def print_result(result: Result, output: str, percent: Sequence[str] = ()) -> None:
@@ -83,16 +84,25 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on standard error, from the first step on."""
+    with progress_bars() as show:
+        yield partial(show, what)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on standard error, one for each thing that is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True))
-    task = bar.add_task(what, total=None)
+    tasks: dict[str, Any] = {}
 
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
+    def show(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=None)
+            bar.start()
+        bar.update(tasks[what], completed=done, total=total)
 
     try:
         yield show

@@ -1,7 +1,6 @@
 """The command line through its real entry point: answers in every format, errors in one line, exit codes."""
 
 import csv
-import gzip
 import io
 import json
 import os
@@ -311,9 +310,11 @@ def test_an_unfinished_store_answers_with_a_warning(store: Path, tmp_path: Path)
 
 def test_help_is_there_for_every_command() -> None:
     names = [line.split()[0] for line in call("--help").stdout.split("Commands:")[1].splitlines() if line.strip()]
-    assert names == ["demo", "index", "info", "merge", "query", "reweigh", "self", "sql", "totals", "train", "verify", "votes"]
+    assert names == [
+        "demo", "index", "info", "merge", "query", "reproduce", "reweigh", "self", "sql", "totals", "train", "verify", "votes",
+    ]  # fmt: skip
     for name in names:
-        assert ("--store" in call(name, "--help").stdout) == (name != "merge")
+        assert ("--store" in call(name, "--help").stdout) == (name not in ("merge", "reproduce"))
     assert "dualstore" in call("--version").stdout
 
 
@@ -329,52 +330,6 @@ def test_the_demo_never_replaces_what_it_did_not_make(store: Path, tmp_path: Pat
     fails("demo", "--store", tmp_path / "notes.txt", match="found something else")
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (store / "store.json").exists()
-
-
-def idx(path: Path, array: np.ndarray, *, packed: bool) -> None:
-    """Writes an IDX file of bytes."""
-    data = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.astype(np.uint8).tobytes()
-    path.with_name(path.name + ".gz" * packed).write_bytes(gzip.compress(data) if packed else data)
-
-
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    """A folder with two tiny image sets, one gzip and one plain."""
-    generator = np.random.default_rng(0)
-    for name, packed in (("mnist", True), ("fashion-mnist", False)):
-        folder = tmp_path / "data" / name
-        folder.mkdir(parents=True)
-        for split, count in (("train", 40), ("t10k", 12)):
-            idx(folder / f"{split}-images-idx3-ubyte", generator.integers(0, 256, (count, 5, 5)), packed=packed)
-            idx(folder / f"{split}-labels-idx1-ubyte", np.arange(count) % 10, packed=packed)
-    return tmp_path / "data"
-
-
-@pytest.mark.parametrize(
-    ("run", "rows", "tasks"),
-    [("mnist", 24, ["mnist"]), ("joint", 24, ["mnist", "fashion"]), ("continual", 48, ["mnist", "fashion"])],
-)
-def test_train_records_a_run_that_verifies(images: Path, tmp_path: Path, run: str, rows: int, tasks: list[str]) -> None:
-    words = ("train", run, "--store", tmp_path / "s", "--data", images, "--steps", "3", "--batch-size", "8", "--hidden", "6")
-    found = call(*words, "--lr", "0.1", "--clip", "0.05")
-    assert "test accuracy after each phase" in found.stdout
-    info = parsed("info", "--store", tmp_path / "s")
-    assert [layer["rows"] for layer in info["layers"]] == [rows] * 3
-    assert sorted(info["tasks"]) == sorted(tasks)
-    assert parsed("verify", "--store", tmp_path / "s")["ok"]
-    clips = parsed("sql", "SELECT max(clip) AS high FROM steps", "--store", tmp_path / "s")
-    assert clips[0]["high"] < 1
-    fails(*words, match="expected no folder or an empty one")
-
-
-def test_train_names_missing_and_foreign_data(images: Path, tmp_path: Path) -> None:
-    words = ("train", "mnist", "--store", tmp_path / "s", "--steps", "1")
-    fails(*words, "--data", tmp_path / "nowhere", match="train-images-idx3-ubyte")
-    (images / "mnist" / "t10k-labels-idx1-ubyte.gz").write_bytes(b"no gzip")
-    fails(*words, "--data", images, match="t10k-labels-idx1-ubyte.gz: expected an IDX file")
-    idx(images / "mnist" / "t10k-labels-idx1-ubyte", np.arange(3), packed=True)
-    fails(*words, "--data", images, match="expected images and as many labels")
-    assert not (tmp_path / "s").exists()
 
 
 def test_index_is_built_and_explain_says_that_it_was_used(store: Path, tmp_path: Path) -> None:
