@@ -15,11 +15,11 @@ ORDER = (
     "coefficients", "writer", "rewind", "index", "database", "kernels", "rows", "sums", "scan", "scores", "repeats", "sketch",
     "explain", "best", "search", "topk", "result", "probes", "sharing", "adaptive", "weights", "parameters", "scoring",
     "ranking", "totals", "votes", "relations", "gains", "verify", "summary", "store", "merge", "capture", "datasets", "training",
-    "hf", "lightning",
+    "experiments", "hf", "lightning",
 )  # fmt: skip
 ONLY_IN = {
     "duckdb": {"database"},
-    "torch": {"capture", "training", "hf"},
+    "torch": {"capture", "training", "experiments", "hf"},
     "rich": set(),
     "click": set(),
     "polars": {"result"},

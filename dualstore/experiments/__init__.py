@@ -1,0 +1,1 @@
+"""Experiments of the papers beyond their image runs."""
