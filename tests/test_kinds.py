@@ -378,6 +378,57 @@ def test_recurrent_modules_are_exact(tmp_path: Path, kind: type, options: dict[s
     assert rows["position"][rows["step"] == 0].tolist() == [t for length in lengths for t in range(length)]
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"packed": True}])
+def test_keys_alone_are_those_that_come_with_errors(tmp_path: Path, kind: type, options: dict[str, Any]) -> None:
+    stores = []
+    for keys_only in (False, True):
+        torch.manual_seed(0)
+        stores.append(Trained(tmp_path / f"{keys_only}", Recurring(kind, **options).double(), numbers(5, 3), keys_only=keys_only))
+    for layer, of_keys in zip(stores[0].store.layers, stores[1].store.layers, strict=True):
+        whole, keys = stores[0].rows(layer), stores[1].rows(of_keys)
+        assert (keys["step"] == whole["step"]).all()
+        assert (keys["position"] == whole["position"]).all()
+        np.testing.assert_array_equal(keys["x"], whole["x"])
+
+
+def test_keys_alone_leave_out_padding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(3, 4, batch_first=True).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    labels = [[1, 1, -100, -100], [1, 1, 1, 1]]
+    with dualstore.record(model, optimizer, tmp_path / "store", keys_only=True, audit_every=0) as recorder:
+        with recorder.batch([0, 1], labels):
+            output, _ = model(numbers(4, 3)[:2])
+            (output[0, :2].sum() + output[1].sum()).backward()
+        optimizer.step()
+    found = dualstore.open(tmp_path / "store").sql("SELECT sample_id, position FROM patterns ORDER BY ALL").to_dicts()
+    assert [(row["sample_id"], row["position"]) for row in found] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_keys_of_an_output_that_was_changed_in_place_are_of_what_it_was(tmp_path: Path) -> None:
+    class Edited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.edit = nn.LSTM(3, 4, batch_first=True), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found, _ = self.inner(x)
+            output = 2 * found
+            if self.edit:
+                found.detach().zero_()
+            return output
+
+    rows = []
+    for edit in (False, True):
+        torch.manual_seed(0)
+        model = Edited().double()
+        model.edit = edit
+        run = Trained(tmp_path / f"{edit}", model, numbers(5, 3), keys_only=True, audit_every=0)
+        rows.append(run.rows(run.store.layers[0])["x"])
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-12, atol=1e-14)
+
+
 def test_a_stream_of_batches_with_a_carried_state_is_exact(tmp_path: Path) -> None:
     class Stream(nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from dualstore.capture.recurrent import Recurrent, Rerun, maps_of, obstacle
+from dualstore.capture.recurrent import Recurrent, Rerun, keys_at_hand, maps_of, obstacle
 from dualstore.errors import RecordError
 
 torch.set_num_threads(1)
@@ -268,6 +268,35 @@ def test_rows_can_be_taken_in_the_middle_of_backward(kind: str) -> None:
     output.square().sum().backward()
     for one, errors, keys in zip(maps_of(module), found, Rerun(module, x).keys(), strict=True):
         close(errors.T @ keys, torch.cat([module.get_parameter(place.parameter).grad for place in one.weight], 1))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("form", ["by time", "by sample", "alone"])
+@pytest.mark.parametrize("carried", [False, True])
+def test_keys_at_hand_are_those_of_a_run_and_the_modules_own_states(kind: str, form: str, carried: bool) -> None:
+    module = recurrent(kind, batch_first=form == "by sample", dtype=torch.float32)
+    x, sequences = given_to(module, form)
+    state = state_for(module, len(sequences), form) if carried else None
+    output, _ = module(x, state)
+    found = keys_at_hand(module, x, state, output)
+    assert found is not None
+    for keys, expected in zip(found, Rerun(module, x, state).keys(), strict=True):
+        close(keys, expected, 1e-6)
+    outputs = output.detach()[None] if form == "alone" else output.detach().transpose(0, int(form == "by time"))
+    states = found[0][:, : module.hidden_size].reshape(len(sequences), -1, module.hidden_size)
+    assert torch.equal(states[:, 1:], outputs[:, :-1])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_keys_are_not_at_hand_where_the_output_does_not_tell_them(kind: str) -> None:
+    for form, options in (("packed", {}), ("by time", {"num_layers": 2}), ("by time", {"bidirectional": True})):
+        module = recurrent(kind, **options)
+        x, _ = given_to(module, form)
+        output, _ = module(x)
+        assert keys_at_hand(module, x, None, output.data) is None
+    module = recurrent(kind)
+    x, _ = given_to(module, "by time")
+    assert keys_at_hand(module, x, None, module(x)[0].half()) is None
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])

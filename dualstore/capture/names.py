@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from dualstore.capture.notes import Notes
 from dualstore.errors import RecordError
-from dualstore.schema import NO_LABEL
+from dualstore.schema import IGNORED, NO_LABEL
 from dualstore.shapes import Int32, Int64
 
 __all__ = ["AnyClaim", "Claim", "EpochCounter", "Names", "Sampled", "Scattered", "TaskCodes"]
@@ -73,6 +73,11 @@ class Names:
         if found.ndim != 1:
             raise RecordError(f"{where}: expected one id a sample, found an array of shape {found.shape}")
         return cls(where, found, labels_of(labels, len(found), where), codes.codes(task, len(found), where))
+
+    @property
+    def ignoring(self) -> bool:
+        """Whether labels say that something is to be ignored, which may be padding."""
+        return bool((self.labels == IGNORED).any())
 
     def claim(self, layer: int, name: str, leading: Sequence[int]) -> "Claim":
         """The rows of one call of a layer, whose samples and positions are `leading`, (n, ...).

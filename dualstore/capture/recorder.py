@@ -28,9 +28,9 @@ from dualstore.capture.optimizers import Mark, is_exact, named
 from dualstore.capture.payload import encode_payloads
 from dualstore.capture.probe import Probe, source_of
 from dualstore.capture.ranks import unwrapped
-from dualstore.capture.recurrent import Recurrent, Rerun
+from dualstore.capture.recurrent import Recurrent
 from dualstore.capture.resume import ids_of_last_epoch, resumed
-from dualstore.capture.sequences import SequenceCall
+from dualstore.capture.sequences import Arrived, SequenceCall
 from dualstore.capture.settings import Settings
 from dualstore.capture.start import new_store, tensors_of
 from dualstore.capture.stepping import Stepper
@@ -402,8 +402,7 @@ class Recorder:
         recorded: dict[int, Recorded],
         batch: Batch | None,
         claims: Sequence[AnyClaim] | None,
-        run: Rerun,
-        errors: list[torch.Tensor],
+        arrived: Arrived,
     ) -> None:
         if self._closed:
             return
@@ -411,8 +410,8 @@ class Recorder:
         changes = self._begin(layers, batch)
         assert batch is not None
         assert claims is not None
-        keys = run.keys()
-        rows = [(keys[place], errors[place]) for place in recorded]
+        needed = self._audited or any(layer.errors for layer in layers) or batch.names.ignoring  # padding is what has no error
+        rows = arrived.rows(errors=needed)
         size = sum(_nbytes(tensor) for pair in rows for tensor in pair)
         self._put(partial(self._writing.add, layers, claims, batch, rows, changes, self._audited), size)
 

@@ -14,7 +14,7 @@ from dualstore.capture.maps import Map
 from dualstore.errors import RecordError
 from dualstore.schema import Place
 
-__all__ = ["Recurrent", "Rerun", "maps_of", "obstacle", "places_of"]
+__all__ = ["Recurrent", "Rerun", "keys_at_hand", "maps_of", "obstacle", "places_of"]
 
 Recurrent = nn.LSTM | nn.GRU
 Tensors = tuple[torch.Tensor, ...]
@@ -41,6 +41,28 @@ def obstacle(module: Recurrent) -> str | None:
     if not all(isinstance(module._parameters.get(name), nn.Parameter) for name in names):
         return "its weights are computed from other parameters; remove the parametrization"
     return None
+
+
+def keys_at_hand(
+    module: Recurrent, x: torch.Tensor | PackedSequence, state: Any, output: torch.Tensor
+) -> list[torch.Tensor] | None:
+    """(rows, d_in) of each map, as `Rerun.keys` gives them but with the module's own states to the bit, and without running it.
+
+    The state before a step is the output of the step before, where there is one layer in one direction. None where the
+    output does not tell: several layers or directions, packed sequences, another type than that of the weights.
+    """
+    if isinstance(x, PackedSequence) or module.num_layers > 1 or module.bidirectional:
+        return None
+    if not x.dtype == output.dtype == module.weight_ih_l0.dtype:
+        return None
+    x, output, time = x.detach(), output.detach(), int(module.batch_first and x.ndim == 3)
+    first = output.narrow(time, 0, 1)
+    initial = next((part.detach().transpose(0, time) for part in _parts(state)), torch.zeros_like(first))
+    before = torch.cat([initial, output.narrow(time, 0, output.shape[time] - 1)], time)
+    if x.ndim == 3 and not module.batch_first:
+        before, x = before.transpose(0, 1), x.transpose(0, 1)
+    keys = [torch.cat([before, x], -1)] if isinstance(module, nn.LSTM) else [before, x]
+    return [part.reshape(-1, part.shape[-1]) for part in keys]
 
 
 class Rerun:

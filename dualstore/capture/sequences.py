@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,16 @@ from torch.nn.utils.rnn import PackedSequence
 from dualstore.capture.layers import Recorded
 from dualstore.capture.names import AnyClaim, Names
 from dualstore.capture.probe import Probe
-from dualstore.capture.recurrent import Recurrent, Rerun, places_of
+from dualstore.capture.recurrent import Recurrent, Rerun, keys_at_hand, places_of
+from dualstore.capture.taps import Rows
 from dualstore.schema import Layer
 
-__all__ = ["SequenceCall"]
+__all__ = ["Arrived", "SequenceCall"]
 
 
 @dataclass(frozen=True)
 class SequenceCall:
-    """What went in; the run that gives the rows is made when errors arrive, with the weights of then.
+    """What went in; the rows are computed when errors arrive, with the weights of then.
 
     Autograd sees to it that input and weights are still those of the call, or ends with an error of its own.
     """
@@ -52,21 +54,23 @@ class SequenceCall:
         """Patterns of each layer."""
         return self.outputs[0].shape[:-1].numel()
 
-    def on_error(self, then: Callable[[Rerun, list[torch.Tensor]], None]) -> None:
-        """Calls `then` with the run and the errors of all maps whenever a backward pass has brought gradients."""
+    def on_error(self, then: "Callable[[Arrived], None]") -> None:
+        """Calls `then` with what has arrived whenever a backward pass has brought gradients."""
         there = [place for place, tensor in enumerate(self.outputs) if tensor.requires_grad]
         if there:
-            waiting = _Waiting(self.module, self.x, self.state, there, len(self.outputs), then)
-            register_multi_grad_hook([self.outputs[place] for place in there], waiting)
+            output = self.outputs[0].detach()  # not the output itself, which holds the hook
+            arrived = partial(Arrived, self.module, list(self.recorded), self.x, self.state, output, output._version)
+            hook = partial(_hand_on, arrived, there, len(self.outputs), then)
+            register_multi_grad_hook([self.outputs[place] for place in there], hook)
 
     def probe(self, probe: Probe) -> None:
         """Shows a probe the keys, the outputs and, where it wants them, the gradients."""
         run = Rerun(self.module, self.x, self.state, differentiable=probe.wants_gradients)
         keys, outputs = run.keys(), run.outputs()
         rows = [(keys[place], outputs[place]) for place in self.recorded]
-        seen, places = probe.see_rows(self.layers, self.claims(probe.names), rows), list(self.recorded)
+        seen = probe.see_rows(self.layers, self.claims(probe.names), rows)
         if probe.wants_gradients:
-            self.on_error(lambda run, errors: seen.take([errors[place] for place in places]))
+            self.on_error(lambda arrived: seen.take([e for _, e in arrived.rows(errors=True)]))
 
     def claims(self, names: Names) -> list[AnyClaim]:
         """Whose the rows are, for each layer."""
@@ -81,23 +85,39 @@ class SequenceCall:
         return [names.claim(layer.number, layer.name, leading) for layer in self.layers]
 
 
-class _Waiting:
-    """What a hook holds until gradients arrive: not the outputs, which hold the hook."""
+@dataclass(frozen=True)
+class Arrived:
+    """A call whose gradients have arrived."""
 
-    def __init__(
-        self,
-        module: Recurrent,
-        x: torch.Tensor | PackedSequence,
-        state: Any,
-        there: Sequence[int],
-        count: int,
-        then: Callable[[Rerun, list[torch.Tensor]], None],
-    ) -> None:
-        self._module, self._x, self._state, self._there, self._count, self._then = module, x, state, there, count, then
+    module: Recurrent
+    places: Sequence[int]
+    """Numbers of the recorded maps."""
+    x: torch.Tensor | PackedSequence
+    state: Any
+    output: torch.Tensor
+    version: int
+    """Of the output as the module gave it."""
+    gradients: Sequence[torch.Tensor | None]
+    """Of the output and of each final state."""
 
-    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        given: list[torch.Tensor | None] = [None] * self._count
-        for place, gradient in zip(self._there, gradients, strict=True):
-            given[place] = gradient
-        run = Rerun(self._module, self._x, self._state)
-        self._then(run, run.errors(given[0], given[1:]))
+    def rows(self, *, errors: bool) -> list[Rows]:
+        """Keys and errors of the recorded maps; without `errors`, of no width, nothing is run again where the keys are at hand."""
+        unchanged = self.output._version == self.version
+        keys = keys_at_hand(self.module, self.x, self.state, self.output) if unchanged else None
+        if keys is not None and not errors:
+            return [(keys[place], keys[place].new_empty(len(keys[place]), 0)) for place in self.places]
+        run = Rerun(self.module, self.x, self.state)
+        keys, found = keys or run.keys(), run.errors(self.gradients[0], self.gradients[1:])
+        return [(keys[place], found[place]) for place in self.places]
+
+
+def _hand_on(
+    arrived: Callable[..., Arrived],
+    there: Sequence[int],
+    count: int,
+    then: Callable[[Arrived], None],
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """What the hook does with the gradients of the outputs that are `there`."""
+    given = dict(zip(there, gradients, strict=True))
+    then(arrived(gradients=[given.get(place) for place in range(count)]))
