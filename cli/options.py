@@ -13,7 +13,7 @@ from dualstore.errors import QueryError
 from dualstore.store import MAX_THREADS
 
 if TYPE_CHECKING:
-    from dualstore.experiments.reproduce import Request
+    from dualstore.experiments.experiment import Request
 
 __all__ = [
     "Finite",
@@ -117,6 +117,7 @@ experiment_options = _stack(
     click.option("--scale", type=Finite(min=0, min_open=True, max=1), default=1.0, show_default=True,
                  help="Share of the widths and of the data, for a quick look."),
     click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps, of each phase."),
+    click.option("--full", is_flag=True, help="As many steps as the paper has; language models have fewer by default."),
     click.option("--batch-size", type=click.IntRange(min=1)),
     click.option("--lr", type=Finite(min=0), help="Learning rate."),
     click.option("--momentum", type=Finite(min=0)),
@@ -128,9 +129,9 @@ experiment_options = _stack(
 
 def request_of(options: dict[str, Any]) -> "Request":
     """What `experiment_options` ask for; what was not given stays as the experiment has it."""
-    from dualstore.experiments.reproduce import Request  # brings torch
+    from dualstore.experiments.experiment import Request  # brings DuckDB
 
-    common = {name: options.pop(name) for name in ("data", "seed", "scale")}
+    common = {name: options.pop(name) for name in ("data", "seed", "scale", "full")}
     return Request(**common, changes={name: value for name, value in options.items() if value is not None})
 
 
