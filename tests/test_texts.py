@@ -42,8 +42,8 @@ def test_articles_are_sections_of_words_and_equal_titles_get_numbers(tmp_path: P
     assert corpus.sections == ["First", "<unk>", "<unk> (2)"]
     assert "test.txt" in corpus.note
     words = text_of(corpus, corpus.tokens[corpus.section_of == 1]).split()
-    assert words[:7] == ["=", "<unk>", "=", "<eos>", "<eos>", "w0", "w1"]
-    assert words[-7:] == ["=", "1", "/", "s", "=", "<eos>", "<eos>"]  # a line of that form inside a text is no title
+    assert words[:8] == ["<eos>", "=", "<unk>", "=", "<eos>", "<eos>", "w0", "w1"]
+    assert words[-5:] == ["=", "1", "/", "s", "="]  # a line of that form inside a text is no title
 
 
 def test_ends_of_long_sections_are_held_out(tmp_path: Path) -> None:

@@ -99,15 +99,15 @@ def retrieve_by_total(
     return _shown(corpus, _best_total(store, corpus, test_id, layer, top, _visits(store, layer)), window)
 
 
-def agreement(store: Store, corpus: Corpus, layer: int | str = "lstm.l0", *, top: int = 3, totals: bool = True) -> dict[str, Any]:
+def agreement(store: Store, corpus: Corpus, layer: int | str = "lstm.l0", *, top: int = 3, totals: int = 16) -> dict[str, Any]:
     """How often retrieved places are of the passage's section, and are followed by its next token, over all probed passages.
 
-    Ranked by the best alpha (`best`), by the total of all visits (`total`, one pass over the keys for each passage; None
-    without `totals`), by the smallest alpha (`smallest`), and what a pattern taken at random gives on average (`random`). Each
-    has the rates of places of the same `section`, over passages whose section was trained on, and of those followed by the true
-    `next` token and by the `predicted` one, over all passages.
+    Ranked by the best alpha (`best`), by the total of all visits (`total`, for `totals` evenly spaced passages only, for each
+    takes a pass over all keys; None for 0), by the smallest alpha (`smallest`), and what a pattern taken at random gives on
+    average (`random`). Each has the number of `passages` and of those whose section is `known`, the rate of places of the same
+    `section` over these, and over all the rates of places that the true `next` token and the `predicted` one follow.
 
-    No passage was trained on: its text is not in the corpus' stream.
+    No passage was trained on: its text is not in the corpus' stream. Raises QueryError where the store is of another text.
     """
     visits, probes = _visits(store, layer), store.sql(_PROBES.format(store.layer(layer).number)).to_dicts()
     probes = [probe for probe in probes if probe["test_id"] < len(corpus.passages)]
@@ -119,13 +119,12 @@ def agreement(store: Store, corpus: Corpus, layer: int | str = "lstm.l0", *, top
         np.array([probe["label"] for probe in probes]),
         np.array([probe["predicted"] for probe in probes]),
     )
-    by_total = [_best_total(store, corpus, number, layer, top, visits) for number in ids] if totals else None
+    some = np.unique(np.linspace(0, len(ids) - 1, min(totals, len(ids))).astype(np.int64))
+    by_total = [_best_total(store, corpus, ids[number], layer, top, visits) for number in some]
     return {
-        "passages": len(ids),
-        "known": int((asked.sections >= 0).sum()),
         "top": top,
         "best": asked.rates(corpus, _best(store, corpus, ids, layer, top, visits)),
-        "total": None if by_total is None else asked.rates(corpus, by_total),
+        "total": asked.some(some).rates(corpus, by_total) if by_total else None,
         "smallest": asked.rates(corpus, _best(store, corpus, ids, layer, top, visits, bottom=True)),
         "random": asked.expected(corpus, visits),
     }
@@ -139,25 +138,34 @@ class _Asked:
     following: Int64[ndarray, " p"]
     predicted: Int64[ndarray, " p"]
 
-    def rates(self, corpus: Corpus, found: Sequence[_Places]) -> dict[str, float]:
+    def some(self, chosen: Int64[ndarray, " s"]) -> "_Asked":
+        """Some of the passages."""
+        return _Asked(self.sections[chosen], self.following[chosen], self.predicted[chosen])
+
+    def rates(self, corpus: Corpus, found: Sequence[_Places]) -> dict[str, Any]:
         """Shares of the places found."""
         same = [corpus.section_of[one.places] == section for one, section in zip(found, self.sections, strict=True) if section >= 0]
         after = [corpus.tokens[one.places + 1] for one in found]
         next_, predicted = (
             [tokens == token for tokens, token in zip(after, wanted, strict=True)] for wanted in (self.following, self.predicted)
         )
-        return {"section": _mean(same), "next": _mean(next_), "predicted": _mean(predicted)}
+        return {**self._counts, "section": _mean(same), "next": _mean(next_), "predicted": _mean(predicted)}
 
-    def expected(self, corpus: Corpus, visits: _Visits) -> dict[str, float]:
+    def expected(self, corpus: Corpus, visits: _Visits) -> dict[str, Any]:
         """The rates of a pattern taken at random, exactly: from the shares of sections and next tokens among the patterns."""
         sections = np.append(visits.share(corpus.section_of), np.zeros(len(corpus.sections)))
         tokens = np.append(visits.share(corpus.tokens[1:]), np.zeros(len(corpus.vocabulary)))
         known = self.sections[self.sections >= 0]
         return {
+            **self._counts,
             "section": _mean([sections[known]]),
             "next": _mean([tokens[self.following]]),
             "predicted": _mean([tokens[self.predicted]]),
         }
+
+    @property
+    def _counts(self) -> dict[str, Any]:
+        return {"passages": len(self.sections), "known": int((self.sections >= 0).sum())}
 
 
 def _visits(store: Store, layer: int | str) -> _Visits:

@@ -24,7 +24,7 @@ _BORDER = "\n\n\n"
 """Before each fable."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Passage:
     """Consecutive tokens that were not trained on; the last one is what is to be predicted."""
 
@@ -37,7 +37,7 @@ class Passage:
     """Of the section, or of the other text's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """A training text as one stream of tokens, and passages beside it."""
 
@@ -56,7 +56,7 @@ class Corpus:
     """What a reader of results should know of the text."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunks:
     """The next chunk of each stream: `ids * length + position` is the place of a token in the corpus."""
 
@@ -168,13 +168,14 @@ def _held(tokens: int) -> int:
 
 
 def _articles(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Titles and words of the articles; what stands before the first one is its."""
+    """Titles and words of the articles. Each begins with the end of a line and has none, nor blank ones, at its own end."""
     lines = _read(path).splitlines()
     starts = [number for number in range(len(lines)) if _is_article(lines, number)]
     if not starts:
         raise DualstoreError(f"{path}: expected articles that begin with a line ' = Title = ' between blank ones, found none")
-    bounds = zip([0, *starts[1:]], [*starts[1:], len(lines)], strict=True)
-    words = [[word for line in lines[first:last] for word in (*line.split(), _END)] for first, last in bounds]
+    bounds = zip(starts, [*starts[1:], len(lines)], strict=True)
+    texts = ["\n".join(lines[first:last]).strip(" \n").split("\n") for first, last in bounds]
+    words = [[word for line in text for word in (_END, *line.split())] for text in texts]
     return [lines[number].strip(" =") for number in starts], words
 
 
