@@ -10,8 +10,9 @@ import pytest
 import dualstore
 from dualstore.errors import QueryError
 from dualstore.experiments import language
-from dualstore.experiments.language import AESOP, WIKITEXT, Report, Settings, probed, train
+from dualstore.experiments.language import AESOP, WIKITEXT, Report, Settings, train
 from dualstore.experiments.passages import agreement, retrieve, retrieve_by_total
+from dualstore.experiments.streams import probed
 from dualstore.experiments.texts import Corpus, Passage, batches
 from dualstore.store import Store
 

@@ -1,15 +1,16 @@
 """The experiments by name: their settings, training, measures, and where they differ from the papers'."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dualstore.experiments import image_findings, images, published
+from dualstore.experiments import image_findings, images, language, language_findings, published, texts, transformer
 from dualstore.experiments.experiment import Experiment, Progress, Request, changed
 from dualstore.experiments.findings import Measured, Published
 from dualstore.store import Store
 
-__all__ = ["EXPERIMENTS"]
+__all__ = ["COMPARISONS", "EXPERIMENTS"]
 
 # Images
 
@@ -38,7 +39,9 @@ def _image_experiment(
             for task, share in found.items()
         }
 
-    return Experiment(name, settings, train, lambda store, *_: measure(store), numbers, tuple(remarks), _IN_MEMORY)
+    return Experiment(
+        name, settings, train, lambda store, *_: measure(store), numbers, remarks=tuple(remarks), reference=_IN_MEMORY
+    )
 
 
 _IN_MEMORY = {"of it keys, GB": "as much, in memory", "index, GB": "none: every query scans all keys"}
@@ -79,5 +82,95 @@ _IMAGES = (
     ),
 )
 
-EXPERIMENTS = {one.name: one for one in _IMAGES}
+# Texts
+
+_PERPLEXITIES = ("perplexity of held-out passages before training", "perplexity of held-out passages after training")
+
+
+def _language_experiment(
+    name: str, default: language.Settings, load: Callable[[Path | None], texts.Corpus], section: str, reference: Mapping[str, str]
+) -> Experiment:
+    def settings(request: Request) -> language.Settings:
+        first = language.full(default) if request.full else default
+        found: language.Settings = changed(name, first if request.scale == 1 else language.scaled(first, request.scale), request)
+        return found
+
+    def train(path: Path, settings: language.Settings, request: Request, progress: Progress) -> dict[str, float]:
+        report = language.train(path, _corpus(load, request), settings, progress=progress, maker="dualstore train")
+        return {
+            **dict(zip(_PERPLEXITIES, (report.perplexity_before, report.perplexity_after), strict=True)),
+            "epochs": report.epochs,
+        }
+
+    return Experiment(
+        name,
+        settings,
+        train,
+        lambda store, _, request: language_findings.measure_language(store, _corpus(load, request), section),
+        reported=_PERPLEXITIES,
+        remarks=(
+            f"{default.steps} steps by default where the paper has {default.paper_steps:,}; --full does them all",
+            *_OF_LANGUAGE,
+            *((_WIKITEXT,) if name == "wikitext" else ()),
+        ),
+        reference=reference,
+        runs=1,
+    )
+
+
+def _corpus(load: Callable[[Path | None], texts.Corpus], request: Request) -> texts.Corpus:
+    corpus = load(request.data)
+    return texts.scaled(corpus, request.scale) if request.scale != 1 else corpus
+
+
+_OF_LANGUAGE = (
+    "the paper shows examples and no rates; a place of the text that comes again in later epochs counts as one",
+    "test passages are the ends of long sections, which are not trained on",
+    f"totals over visits are taken for {language_findings.TOTALS} passages, each takes a pass over all keys",
+)
+_WIKITEXT = (
+    "WikiText-2's text for training is not used: trained on its test.txt, asked with passages of it that are not trained on and "
+    "with passages of valid.txt, whose articles are others: these count for next tokens only"
+)
+
+
+def _transformer() -> Experiment:
+    name = "transformer"
+
+    def settings(request: Request) -> transformer.Settings:
+        first = transformer.DEFAULT if request.scale == 1 else transformer.DEFAULT.scaled(request.scale)
+        found: transformer.Settings = changed(name, first, request)
+        return found
+
+    def train(path: Path, settings: transformer.Settings, request: Request, progress: Progress) -> dict[str, float]:
+        losses = transformer.train(path, _corpus(texts.load_aesop, request), settings, progress=progress, maker="dualstore train")
+        return dict(zip(_PERPLEXITIES, map(math.exp, losses), strict=True))
+
+    def measure(store: Store, settings: transformer.Settings, request: Request) -> Measured:
+        blocks = transformer.blocks_of(settings)
+        return language_findings.measure_transformer(store, _corpus(texts.load_aesop, request), blocks, settings.heads)
+
+    remarks = (
+        "the paper describes both levels of retrieval and trains no transformer: size and training are ours",
+        *_OF_LANGUAGE[:2],
+    )
+    return Experiment(name, settings, train, measure, reported=_PERPLEXITIES, remarks=remarks, runs=1)
+
+
+_SCANNED = {"index, GB": "none: every query scans all keys"}
+_TEXTS = (
+    _language_experiment("aesop", language.AESOP, texts.load_aesop, "fable", _SCANNED),
+    _language_experiment(
+        "wikitext",
+        language.WIKITEXT,
+        texts.load_wikitext,
+        "article",
+        {**_SCANNED, "of it keys, GB": "102 for 10,000 steps, of the LSTM alone"},
+    ),
+    _transformer(),
+)
+
+EXPERIMENTS = {one.name: one for one in (*_IMAGES, *_TEXTS)}
 """All of them, by name."""
+COMPARISONS = {"stiffness": ("resnet", "senet", "stepnet")}
+"""What is reproduced with several of them side by side."""

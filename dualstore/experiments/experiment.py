@@ -42,6 +42,10 @@ class Experiment:
     """Records a store at a path; returns what only training knows, by name."""
     measure: Callable[[Store, Any, Request], Measured]
     published: Mapping[str, Published] = field(default_factory=dict)
+    reported: tuple[str, ...] = ()
+    """What training knows and the store does not, that is shown with what was measured."""
+    shares: tuple[str, ...] = ()
+    """Those of it that are shares, in 0..1."""
     remarks: tuple[str, ...] = ()
     """Where the experiment differs from the paper's, and why."""
     reference: Mapping[str, str] = field(default_factory=dict)

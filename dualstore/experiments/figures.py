@@ -2,14 +2,19 @@
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dualstore.errors import DualstoreWarning
 from dualstore.experiments.findings import Finding, Reproduction
+from dualstore.experiments.residual_findings import DEPTH, OVER_M, OVER_TRAINING
 
 __all__ = ["draw"]
+
+_Panel = tuple[str, Callable[[Any], None]]
+"""A title, and what draws on a matplotlib Axes."""
 
 
 def draw(found: Reproduction, folder: Path) -> list[Path]:
@@ -19,26 +24,26 @@ def draw(found: Reproduction, folder: Path) -> list[Path]:
     except ImportError:
         warnings.warn("figures need matplotlib; install it with: pip install 'dualstore[report]'", DualstoreWarning, stacklevel=2)
         return []
-    panels = _curves(found.findings) if found.experiment == "beta" else _bars(found.findings)
+    panels = {"beta": _curves, "stiffness": _stiffness}.get(found.experiment, _bars)(found)
     figure = Figure(figsize=(7, 3.4 * len(panels)), layout="constrained")
-    for axes, (title, draw_one, findings) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        draw_one(axes, findings)
+    for axes, (title, draw_one) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        draw_one(axes)
         axes.set_title(title, loc="left", fontsize=10)
     path = folder / f"{found.experiment}.png"
     figure.savefig(path, dpi=130)
     return [path]
 
 
-def _bars(findings: Sequence[Finding]) -> list[tuple[str, Any, list[Finding]]]:
+def _bars(found: Reproduction) -> list[_Panel]:
     """A panel for each group of shares: what stands before the colon of their names."""
     groups: dict[str, list[Finding]] = {}
-    for finding in findings:
+    for finding in found.findings:
         if finding.share:
             groups.setdefault(finding.name.split(":")[0] if ":" in finding.name else "accuracy", []).append(finding)
-    return [(title, _draw_bars, some) for title, some in groups.items()]
+    return [(title, partial(_draw_bars, findings=some)) for title, some in groups.items()]
 
 
-def _draw_bars(axes: Any, findings: Sequence[Finding]) -> None:
+def _draw_bars(axes: Any, *, findings: Sequence[Finding]) -> None:
     """Ours and the paper's, in %."""
     names = [finding.name.split(":")[-1].strip() for finding in findings]
     places = list(range(len(findings)))[::-1]
@@ -54,12 +59,12 @@ def _draw_bars(axes: Any, findings: Sequence[Finding]) -> None:
     axes.set_xlabel("%", fontsize=8)
 
 
-def _curves(findings: Sequence[Finding]) -> list[tuple[str, Any, list[Finding]]]:
+def _curves(found: Reproduction) -> list[_Panel]:
     """One panel: accuracy on the first task by the factor on its memories."""
-    return [("accuracy on the first task, by the factor on its memories", _draw_curves, list(findings))]
+    return [("accuracy on the first task, by the factor on its memories", partial(_draw_curves, findings=found.findings))]
 
 
-def _draw_curves(axes: Any, findings: Sequence[Finding]) -> None:
+def _draw_curves(axes: Any, *, findings: Sequence[Finding]) -> None:
     for suffix, label in ((", on W_0 too", "W_0 scaled, too"), ("", "W_0 as it is")):
         points = [
             (float(match[1]), finding) for finding in findings if (match := re.fullmatch(rf"beta ([\d.]+){suffix}", finding.name))
@@ -75,4 +80,20 @@ def _draw_curves(axes: Any, findings: Sequence[Finding]) -> None:
             axes.plot(*zip(*theirs, strict=True), "k--", label="paper (W_0 scaled, too)")
     axes.set_xlabel("beta", fontsize=8)
     axes.set_ylabel("%", fontsize=8)
+    axes.legend(fontsize=8)
+
+
+def _stiffness(found: Reproduction) -> list[_Panel]:
+    """The index along depth, the ratio over M, and the total over training, of each network; of the first run."""
+    tables, names = found.runs[0].measured.tables, list(found.settings)
+    wanted = ((DEPTH, "block", "nsi"), (OVER_M, "m1", "ratio"), (OVER_TRAINING, "step", "tns"))
+    return [(table, partial(_draw_lines, {name: tables[f"{name}: {table}"] for name in names}, x, y)) for table, x, y in wanted]
+
+
+def _draw_lines(lines: dict[str, list[dict[str, Any]]], x: str, y: str, axes: Any) -> None:
+    for name, rows in lines.items():
+        axes.plot([row[x] for row in rows], [row[y] for row in rows], marker="o", markersize=3, label=name)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=7)
     axes.legend(fontsize=8)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Finding", "Measured", "Published", "Reproduction", "Run", "compare"]
+__all__ = ["Finding", "Measured", "Published", "Reproduction", "Run", "compare", "join"]
 
 Rows = list[dict[str, Any]]
 
@@ -123,6 +123,20 @@ class Reproduction:
             "runs": [asdict(run) for run in self.runs],
         }
         return json.dumps(_finite(plain), indent=1, ensure_ascii=False)
+
+
+def join(parts: Mapping[str, Run]) -> Run:
+    """Runs of several networks with one seed as one: names of numbers and tables begin with the network's, costs add up."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    numbers, tables, plain, cost = dict[str, float](), dict[str, Rows](), list[str](), dict[str, float]()
+    for name, run in parts.items():
+        numbers |= {f"{name}: {what}": value for what, value in run.measured.numbers.items()}
+        tables |= {f"{name}: {what}": rows for what, rows in run.measured.tables.items()}
+        plain += [f"{name}: {what}" for what in run.measured.plain]
+        for what, value in run.cost.items():
+            cost[what] = cost.get(what, 0.0) + value
+    return Run(next(iter(parts.values())).seed, Measured(numbers, tables, plain), cost)
 
 
 def compare(runs: Sequence[Run], published: Mapping[str, Published]) -> list[Finding]:

@@ -7,7 +7,6 @@ Source: Irie, Csordas, Schmidhuber 2022 (arXiv 2202.05798), section 4 and its pu
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,17 +16,15 @@ from numpy import ndarray
 from torch import nn
 
 from dualstore.capture import Recorder, record
-from dualstore.experiments.texts import Corpus, batches, chunk_count, text_of
+from dualstore.experiments.experiment import Progress
+from dualstore.experiments.streams import held_out_loss, in_pieces, probed, store_texts, titles_of, train_on
+from dualstore.experiments.texts import Corpus, batches
 from dualstore.shapes import Int64
 
-__all__ = ["AESOP", "WIKITEXT", "Report", "Settings", "full", "probed", "scaled", "train"]
+__all__ = ["AESOP", "WIKITEXT", "Report", "Settings", "full", "scaled", "train"]
 
-Progress = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
 _State = tuple[torch.Tensor, torch.Tensor] | None
 """h and c of an LSTM; None for zeros."""
-_ROWS = 32
-"""Passages at a time: the outputs of a batch by word are large."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +113,15 @@ def train(path: Path, corpus: Corpus, settings: Settings, *, progress: Progress,
     torch.manual_seed(settings.seed)
     model = _Model(len(corpus.vocabulary), settings)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    started, before = time.monotonic(), _loss(model, corpus)
+    started, before = time.monotonic(), held_out_loss(model, corpus)
     with record(model, optimizer, path, keys_only=True, dtype=settings.dtype, index=False, maker=maker) as recorder:
-        _train(recorder, model, optimizer, corpus, settings, progress)
-        _store_texts(recorder, corpus, settings.length)
+        train_on(recorder, model, optimizer, corpus, settings, progress)
+        store_texts(recorder, corpus, settings.length)
         model.eval()
-        for numbers in _split(probed(corpus, settings)):
+        for numbers in in_pieces(probed(corpus, settings)):
             _probe(recorder, model, corpus, numbers)
     epochs = settings.steps / sum(1 for _ in batches(corpus, settings.batch_size, settings.length))
-    return Report(settings.steps, epochs, time.monotonic() - started, before, _loss(model, corpus), corpus.note)
-
-
-def probed(corpus: Corpus, settings: Settings) -> Int64[ndarray, " p"]:
-    """Numbers of the passages that are probed, evenly spaced."""
-    count = len(corpus.passages)
-    return np.unique(np.linspace(0, count - 1, min(count, settings.passages)).astype(np.int64)) if count else np.zeros(0, np.int64)
+    return Report(settings.steps, epochs, time.monotonic() - started, before, held_out_loss(model, corpus), corpus.note)
 
 
 class _Model(nn.Module):
@@ -149,65 +140,13 @@ class _Model(nn.Module):
         return self.output(found), state
 
 
-def _train(
-    recorder: Recorder, model: _Model, optimizer: torch.optim.Optimizer, corpus: Corpus, settings: Settings, progress: Progress
-) -> None:
-    step = 0
-    while step < settings.steps:
-        state: _State = None  # an epoch begins with the beginnings of the streams
-        for chunks in batches(corpus, settings.batch_size, settings.length):
-            state = None if state is None else tuple(part[:, : len(chunks.ids)].detach() for part in state)  # type: ignore[assignment]
-            tasks = [corpus.sections[corpus.section_of[start]] for start in chunks.ids * settings.length]
-            tokens, following = (torch.from_numpy(part).long() for part in (chunks.tokens, chunks.following))
-            with recorder.batch(sample_id=chunks.ids, label=chunks.following, task=tasks) as batch:
-                logits, state = model(tokens, state)
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
-                batch.loss = loss.detach()
-                loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            progress(step, settings.steps)
-            if step == settings.steps:
-                break
-
-
-def _store_texts(recorder: Recorder, corpus: Corpus, length: int) -> None:
-    starts = np.arange(chunk_count(corpus, length)) * length
-    texts = [text_of(corpus, corpus.tokens[start : start + length]) for start in starts]
-    sections = corpus.section_of[starts]
-    recorder.samples(starts // length, sections, texts, task=[corpus.sections[number] for number in sections])
-
-
 @torch.no_grad()
 def _probe(recorder: Recorder, model: _Model, corpus: Corpus, numbers: Int64[ndarray, "_"]) -> None:
     """Each context from a fresh state; only its last token is asked with, so that a probe is one row a layer."""
-    passages = [corpus.passages[number] for number in numbers]
-    tokens = torch.from_numpy(np.stack([passage.tokens for passage in passages])).long()  # (p, window)
-    tasks = [passage.title if passage.section >= 0 else passage.source for passage in passages]
+    tokens = torch.from_numpy(np.stack([corpus.passages[number].tokens for number in numbers])).long()  # (p, window)
     _, state = model(tokens[:, :-2])
-    with recorder.probe(test_id=numbers, label=tokens[:, -1], task=tasks):
+    with recorder.probe(test_id=numbers, label=tokens[:, -1], task=titles_of(corpus, numbers)):
         model(tokens[:, -2:-1], state)
-
-
-@torch.no_grad()
-def _loss(model: _Model, corpus: Corpus) -> float:
-    """Mean cross entropy over the held-out passages of the text itself; NaN without any."""
-    training = model.training
-    model.eval()
-    held = [passage.tokens for passage in corpus.passages if passage.section >= 0]
-    total = 0.0
-    for numbers in _split(np.arange(len(held))):
-        tokens = torch.from_numpy(np.stack([held[number] for number in numbers])).long()
-        logits, _ = model(tokens[:, :-1])
-        total += len(tokens) * float(nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
-    model.train(training)
-    return total / len(held) if held else math.nan
-
-
-def _split(numbers: Int64[ndarray, " n"]) -> list[Int64[ndarray, "_"]]:
-    return [numbers[first : first + _ROWS] for first in range(0, len(numbers), _ROWS)]
 
 
 def _width(width: int, share: float) -> int:

@@ -21,7 +21,11 @@ __all__ = ["Match", "agreement", "retrieve", "retrieve_by_total"]
 _AT_ONCE = 64
 """Passages asked in one pass."""
 _COUNTS = "SELECT sample_id, count(*) AS patterns, max(position) + 1 AS length FROM patterns WHERE layer = {} GROUP BY ALL"
-_PROBES = "SELECT test_id, label, predicted FROM probes WHERE layer = {} ORDER BY test_id"
+_PROBES = (
+    "SELECT test_id, label, predicted FROM probes WHERE layer = {} "
+    "QUALIFY row_number() OVER (PARTITION BY test_id ORDER BY step DESC, position DESC) = 1 ORDER BY test_id"
+)
+"""The last token of each."""
 _TOTALS = (
     "SELECT sample_id, position, label, fsum(alpha) AS score, count(*) AS visits FROM attention GROUP BY ALL "
     "ORDER BY score DESC, sample_id, position LIMIT {}"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import dualstore
 from dualstore.errors import DualstoreError
-from dualstore.experiments.catalogue import EXPERIMENTS
+from dualstore.experiments.catalogue import COMPARISONS, EXPERIMENTS
 from dualstore.experiments.experiment import Experiment, Request, plain
-from dualstore.experiments.findings import Reproduction, Run, compare
+from dualstore.experiments.findings import Measured, Reproduction, Run, compare, join
 
 __all__ = ["reproduce", "train"]
 
@@ -33,26 +33,28 @@ def train(name: str, path: Path, request: Request, progress: Progress) -> dict[s
     return {"train_s": trained - started, "index_s": time.perf_counter() - trained, **found}
 
 
-def reproduce(name: str, folder: Path, runs: int, request: Request, progress: Progress, *, keep: bool = False) -> Reproduction:
-    """The numbers of several runs, with the seeds from the request's on.
+def reproduce(
+    name: str, folder: Path, runs: int | None, request: Request, progress: Progress, *, keep: bool = False
+) -> Reproduction:
+    """The numbers of several runs, by default as many as the experiment says, with the seeds from the request's on.
 
     A run whose numbers are in `folder` for the same settings is not done again, and one whose store is there is not trained again.
     Stores are removed once their numbers are taken, unless they are to be kept; one at a time is on disk then.
     """
-    experiment = EXPERIMENTS[name]
+    parts = [EXPERIMENTS[part] for part in COMPARISONS.get(name, (name,))]
     folder.mkdir(parents=True, exist_ok=True)
-    requests = [replace(request, seed=request.seed + number) for number in range(runs)]
-    found = [_run(experiment, folder, one, progress, keep=keep) for one in requests]
-    settings = {key: value for key, value in plain(experiment.settings(request)).items() if key != "seed"}
+    requests = [replace(request, seed=request.seed + number) for number in range(runs or parts[0].runs)]
+    settings = {part.name: plain(part.settings(request)) for part in parts}
+    found = [join({part.name: _run(part, folder, one, progress, keep=keep) for part in parts}) for one in requests]
     result = Reproduction(
         experiment=name,
         settings=settings,
         machine=_machine(),
         date=datetime.now(UTC).date().isoformat(),
         runs=found,
-        findings=compare(found, experiment.published),
-        remarks=(*experiment.remarks, *_scaled_remark(request)),
-        reference=experiment.reference,
+        findings=compare(found, parts[0].published),
+        remarks=(*parts[0].remarks, *_scaled_remark(request)),
+        reference=parts[0].reference,
     )
     (folder / f"{name}.json").write_text(result.to_json())
     return result
@@ -95,7 +97,9 @@ def _measured(experiment: Experiment, path: Path, request: Request, cost: dict[s
     keys = sum(layer["rows"] * layer["d_in"] for layer in info["layers"] if layer["keys"] == "vector")
     width = {"float16": 2, "float32": 4, "float64": 8}[info["dtype"]]
     sizes = {"rows": info["rows"], "bytes": info["bytes"] - index, "index_bytes": index, "key_bytes": keys * width}
-    return Run(request.seed, measured, {**cost, "measure_s": seconds, **sizes})
+    numbers = {name: cost[name] for name in experiment.reported} | measured.numbers
+    plain_ones = [*(name for name in experiment.reported if name not in experiment.shares), *measured.plain]
+    return Run(request.seed, Measured(numbers, measured.tables, plain_ones), {**cost, "measure_s": seconds, **sizes})
 
 
 def _scaled_remark(request: Request) -> list[str]:
