@@ -27,7 +27,7 @@ from dualstore.repeats import build_repeats
 from dualstore.result import Result
 from dualstore.rows import Labelling
 from dualstore.scan import Options
-from dualstore.schema import Column, Layer, PartName, pattern_columns, probe_columns, single
+from dualstore.schema import BLOCK_COLUMNS, Column, Layer, PartName, pattern_columns, probe_columns, single
 from dualstore.scoring import check_step, find_score
 from dualstore.shapes import Int64
 from dualstore.sharing import without_errors
@@ -267,7 +267,7 @@ class Store:
         gradient: ArrayLike | None = None,
         at_step: int | None = None,
     ) -> Result:
-        """The result of SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention.
+        """The result of SQL over patterns, steps, samples, probes, blocks and, for a chosen layer and query, attention.
 
         `attention` has the row columns and alpha, and a column of the score's name where one is asked for; it is computed
         while it is read and never held.
@@ -351,6 +351,10 @@ class Store:
     def probes(self, layer: Layer) -> Log:
         """The log of one layer's probes. Raises DamagedError."""
         return self._log(f"probes/layer={layer.number}", probe_columns(layer, self.info_file.dtype, self.info_file.format))
+
+    def block_rows(self) -> Log:
+        """The log of what residual blocks did. Raises DamagedError."""
+        return self._log("blocks", BLOCK_COLUMNS)
 
     def weights(
         self,
@@ -442,8 +446,8 @@ class Store:
         return Tensors(self.path / "weights" / f"{name}.safetensors")
 
     def part_paths(self, folder: str) -> list[Path]:
-        """Files of "patterns", "probes" (of all layers) or "samples" that belong to the store."""
-        if folder == "samples":
+        """Files of "patterns", "probes" (of all layers), "blocks" or "samples" that belong to the store."""
+        if folder in ("samples", "blocks"):
             return self._parts(folder)
         return [path for layer in self.layers for path in self._parts(f"{folder}/layer={layer.number}")]
 
