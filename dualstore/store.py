@@ -33,6 +33,7 @@ from dualstore.shapes import Int64
 from dualstore.sharing import without_errors
 from dualstore.sketch import build_sketches
 from dualstore.steps import Steps
+from dualstore.stiffness import Stiffness, measure_stiffness
 from dualstore.summary import describe
 from dualstore.sums import build_sums
 from dualstore.totals import sum_groups, sum_self
@@ -253,6 +254,35 @@ class Store:
         """
         layers = self.layers if layer is None else (self.layer(layer),)
         return count_votes(self, layers, where=where)
+
+    def stiffness(
+        self,
+        *,
+        m1: float | Sequence[float] = 0.5,
+        m2: float | Sequence[float] = 0.0,
+        where: str | None = None,
+        training: bool = False,
+    ) -> Stiffness:
+        """How unevenly residual blocks change the features on their way, at each step that has rows of them (`record(blocks=...)`).
+
+        The stiffness index of block l is NSI_l = |f(x_l)| / |x_l|. A trajectory is what one sample goes through at one step; at
+        M = (m1, m2) it is stiff where NSI_l >= max(mu (1 + m1), m2), mu being its mean. Blocks that change the shape are left out.
+
+        Args:
+            m1: thresholds relative to the mean, one or several, 0 or more.
+            m2: thresholds of the index itself; all combinations with `m1` are asked.
+            where: SQL condition on step, block, name, sample_id, test_id, slot, label, task, norm, change, increment, nsi, rank.
+            training: of the rows from training, also where there are probes, whose rows are taken by default.
+
+        Returns: `steps`, a Result with a row for each step and M: step, trajectories, nsi (mean), tns, m1, m2, stiff (share of
+            trajectories that are stiff somewhere), ratio (mean share of blocks where they are); and `blocks`: step, block,
+            name, nsi (mean), count. tns is the Total Neural Stiffness: `stiff` integrated over all M.
+
+        Raises QueryError where the store has no rows of blocks, or a threshold or condition is wrong.
+
+        Source: Huang et al. 2023 (arXiv 2308.09939); the integral in closed form, E[max NSI (max NSI / mu - 1)].
+        """
+        return measure_stiffness(self, m1=m1, m2=m2, where=where, training=training)
 
     def sql(
         self,
