@@ -8,8 +8,8 @@ from jaxtyping import install_import_hook
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; spinning threads would slow each other
 HOOKED = (
-    "capture", "coefficients", "kernels", "keys", "log", "parameters", "part", "probes", "ranking", "rows", "scan", "sharing",
-    "steps", "totals", "weights",
+    "capture", "coefficients", "experiments", "kernels", "keys", "log", "parameters", "part", "probes", "ranking", "rows", "scan",
+    "sharing", "steps", "totals", "weights",
 )  # fmt: skip
 """Modules whose signatures are checked while tests run: those that take arrays."""
 install_import_hook([f"dualstore.{name}" for name in HOOKED], "beartype.beartype")

@@ -15,8 +15,7 @@ ORDER = (
     "coefficients", "writer", "rewind", "index", "database", "kernels", "rows", "sums", "scan", "scores", "repeats", "sketch",
     "explain", "best", "search", "topk", "result", "probes", "sharing", "adaptive", "weights", "parameters", "scoring",
     "ranking", "totals", "votes", "relations", "stiffness", "gains", "verify", "summary", "store", "merge", "capture", "datasets",
-    "training",
-    "experiments", "hf", "lightning",
+    "training", "experiments", "hf", "lightning",
 )  # fmt: skip
 ONLY_IN = {
     "duckdb": {"database"},
