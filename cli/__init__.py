@@ -21,7 +21,7 @@ def commands() -> None:
 
 for _command in (
     *(run.demo, run.train, reproduction.reproduce, look.info),
-    *(ask.query, ask.totals, ask.votes, ask.self_influence, ask.sql, change.reweigh),
+    *(ask.query, ask.totals, ask.votes, ask.self_influence, ask.stiffness, ask.sql, change.reweigh),
     *(look.verify, look.index, look.merge),
 ):
     commands.add_command(_command)

@@ -1,4 +1,4 @@
-"""Questions: query, totals, votes, sql."""
+"""Questions: query, totals, votes, self, stiffness, sql."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .options import (
 )
 from .output import print_explain, print_result
 
-__all__ = ["query", "self_influence", "sql", "totals", "votes"]
+__all__ = ["query", "self_influence", "sql", "stiffness", "totals", "votes"]
 
 _SAME_AS_TOP = 0
 
@@ -126,6 +126,27 @@ def votes(store: Path, layer: str | None, where: str | None, memory_mb: int, thr
 
 
 @click.command()
+@store_option
+@click.option("--m1", type=Finite(min=0), multiple=True, default=(0.5,), show_default=True,
+              help="Threshold relative to a trajectory's mean index; may be given several times.")  # fmt: skip
+@click.option("--m2", type=Finite(min=0), multiple=True, default=(0.0,), show_default=True,
+              help="Threshold of the index itself; may be given several times.")  # fmt: skip
+@click.option("--where", help="SQL condition on step, block, name, sample_id, test_id, label, task, nsi and the other columns.")
+@click.option("--training", is_flag=True, help="Of the rows from training, also where there are probes.")
+@click.option("--blocks", is_flag=True, help="The mean index of each block instead.")
+@budget_options
+@output_option
+def stiffness(store: Path, m1: tuple[float, ...], m2: tuple[float, ...], where: str | None, memory_mb: int, threads: int,
+              output: str, *, training: bool, blocks: bool) -> None:  # fmt: skip
+    """How unevenly residual blocks change the features: total neural stiffness, and shares of stiff blocks at --m1, --m2.
+
+    Needs a store that was recorded with blocks=[...].
+    """
+    found = open_from(store, memory_mb, threads).stiffness(m1=m1, m2=m2, where=where, training=training)
+    print_result(found.blocks if blocks else found.steps, output)
+
+
+@click.command()
 @click.argument("text", metavar="SQL")
 @store_option
 @click.option("--layer", help="With a query: layer of the relation `attention`.")
@@ -139,7 +160,7 @@ def votes(store: Path, layer: str | None, where: str | None, memory_mb: int, thr
 def sql(text: str, store: Path, layer: str | None, test_id: int | None, vector: Path | None, position: int | None,
         score: str, output_of: str | None, at_step: int | None, inexact: bool, memory_mb: int, threads: int,
         output: str) -> None:  # fmt: skip
-    """SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention."""
+    """SQL over patterns, steps, samples, probes, blocks and, for a chosen layer and query, attention."""
     asked: dict[str, Any] = query_vector(() if test_id is None else (test_id,), vector)
     chosen = None if layer is None else layer_of(layer)
     result = open_from(store, memory_mb, threads, inexact).sql(

@@ -36,6 +36,20 @@ class Database:
         except duckdb.Error as error:
             raise DamagedError(f"{name}: {_reason(error)}; restore the file or delete it") from error
 
+    def narrow(self, name: str, of: str, conditions: Sequence[str]) -> None:
+        """Makes the rows of a relation that meet all conditions, which have been checked, the view `name`."""
+        relation = self._connection.view(of)
+        for condition in conditions:
+            relation = relation.filter(condition)
+        relation.create_view(name)
+
+    def answer(self, statement: str, parameters: Mapping[str, Any] | None = None) -> pa.Table:
+        """The result of the statement of `dualstore/sql/<statement>.sql`. Raises QueryError with DuckDB's first line."""
+        try:
+            return self._connection.sql(read_sql(statement), params=dict(parameters or {})).to_arrow_table()
+        except duckdb.Error as error:
+            raise QueryError(f"{statement}: {_reason(error)}") from error
+
     def run(self, text: str) -> pa.Table:
         """The result of free SQL; may be interrupted. Raises QueryError with DuckDB's first line."""
         with ThreadPoolExecutor(1) as pool:  # where signals reach us, DuckDB does not look for them

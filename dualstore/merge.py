@@ -18,7 +18,7 @@ from dualstore.joint import join_steps
 from dualstore.log import Log
 from dualstore.part import sync_directory
 from dualstore.ranks import contradiction
-from dualstore.schema import MOST_RANKS, PartName, StoreInfo, pattern_columns, probe_columns
+from dualstore.schema import BLOCK_COLUMNS, MOST_RANKS, PartName, StoreInfo, pattern_columns, probe_columns
 from dualstore.steps import Steps
 from dualstore.weights import Tensors
 
@@ -120,6 +120,8 @@ def _files(found: tuple[Path, StoreInfo], rank: int) -> Iterator[tuple[Path, Pat
         place = Path("probes") / f"layer={layer.number}"
         probes = Log(_parts(folder / place, rank), probe_columns(layer, info.dtype, info.format))
         yield from ((part.path, place / part.path.name) for part in probes.parts)
+    blocks = Log(_parts(folder / "blocks", rank), BLOCK_COLUMNS)
+    yield from ((part.path, Path("blocks") / part.path.name) for part in blocks.parts)
     for path in _parts(folder / "samples", rank):
         _check_parquet(path)
         yield path, Path("samples") / path.name

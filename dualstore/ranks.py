@@ -19,8 +19,8 @@ __all__ = ["contradiction", "endings", "in_the_way", "joined", "read_ranks", "sh
 Infos = Sequence[StoreInfo | None]
 """What each rank says of itself; None for one that has not begun."""
 
-_SAME = ("format", "ranks", "dtype", "optimizer", "exact")
-_FOLDERS = ("patterns", "steps", "samples", "probes")
+_SAME = ("format", "ranks", "dtype", "optimizer", "exact", "blocks")
+_FOLDERS = ("patterns", "steps", "samples", "probes", "blocks")
 
 
 def read_ranks(path: Path) -> tuple[StoreInfo | None, ...]:

@@ -1,7 +1,7 @@
-"""Free SQL over the whole store: patterns, steps, samples, probes, and the attention of a chosen query."""
+"""Free SQL over the whole store: patterns, steps, samples, probes, blocks, and the attention of a chosen query."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,10 @@ from dualstore.scores import Score, Traced
 from dualstore.totals import attention
 
 if TYPE_CHECKING:
+    from dualstore.database import Database
     from dualstore.store import Store
 
-__all__ = ["run_sql"]
+__all__ = ["block_columns", "relate_folder", "run_sql", "start_database"]
 
 
 class _Attention:
@@ -54,21 +55,11 @@ def run_sql(
     until: int | None = None,
 ) -> Result:
     """See `Store.sql`."""
-    from dualstore.database import Database  # DuckDB is slow to start
-
-    database = Database(budget_bytes=store.options.budget_bytes, threads=store.options.threads)
-    names = store.labelling.tasks
-    database.register("tasks", pa.table({"task": pa.array(range(len(names)), pa.int32()), "name": pa.array(names, pa.string())}))
+    database = start_database(store)
     database.register("epochs", pa.table({"step": store.steps.numbers, "epoch": store.steps.epochs}))
     database.register("steps", store.steps.table)
-    for folder, empty in _EMPTY.items():
-        paths = store.part_paths(folder)
-        if paths:
-            mixed = {} if folder == "samples" else {"mixed": len({(layer.keys, layer.errors) for layer in store.layers}) > 1}
-            last = {"last": store.last_step if store.cut else _NO_STEP} if folder == "patterns" else {}
-            database.view(folder, folder, {"files": [_literal(path) for path in paths], **mixed, **last})
-        else:
-            database.register(folder, empty.empty_table())
+    for folder in _EMPTY:
+        relate_folder(database, store, folder)
     attended = None if layer is None or queries is None else _Attention(store, layer, queries, score, until)
     if attended is not None:
         database.register("attention", attended)
@@ -80,8 +71,49 @@ def run_sql(
         raise attended.error from error
 
 
+def start_database(store: "Store") -> "Database":
+    """A database within the store's budget that knows the names of its tasks and blocks."""
+    from dualstore.database import Database  # DuckDB is slow to start
+
+    database = Database(budget_bytes=store.options.budget_bytes, threads=store.options.threads)
+    database.register("tasks", _numbered("task", store.labelling.tasks))
+    database.register("block_names", _numbered("block", store.info_file.blocks))
+    return database
+
+
+def relate_folder(database: "Database", store: "Store", folder: str) -> None:
+    """Gives the database the relation of all parts of a folder. Raises DamagedError where one cannot be read."""
+    paths = store.part_paths(folder)
+    if not paths:
+        database.register(folder, _EMPTY[folder].empty_table())
+        return
+    files = {"files": [_literal(path) for path in paths]}
+    database.view(folder, folder, files | {name: value(store) for name, value in _ASKED.get(folder, {}).items()})
+
+
+def block_columns() -> pa.Table:
+    """No rows of the relation `blocks`: its columns."""
+    return _EMPTY["blocks"].empty_table()
+
+
+def _numbered(number: str, names: Sequence[str | None]) -> pa.Table:
+    return pa.table({number: pa.array(range(len(names)), pa.int32()), "name": pa.array(names, pa.string())})
+
+
+def _is_mixed(store: "Store") -> bool:
+    """Whether layers differ in their columns."""
+    return len({(layer.keys, layer.errors) for layer in store.layers}) > 1
+
+
 _NO_STEP = (1 << 31) - 1
 """No step is later."""
+
+_ASKED: Mapping[str, Mapping[str, Callable[["Store"], Any]]] = {
+    "patterns": {"mixed": _is_mixed, "last": lambda store: store.last_step if store.cut else _NO_STEP},
+    "probes": {"mixed": _is_mixed},
+    "blocks": {"last": lambda store: store.last_step},
+}
+"""What the statement of a folder asks for besides its files."""
 
 
 def _literal(path: Path) -> str:
@@ -100,5 +132,13 @@ _EMPTY = {
     "patterns": pa.schema([("layer", pa.int32()), *_ROW, *_NAMED, *_SAMPLER, ("x", _VECTOR), ("e", _VECTOR), _TOKEN]),
     "probes": pa.schema([*_PROBE, *_NAMED, ("predicted", pa.int32()), *_VECTORS, _TOKEN]),
     "samples": pa.schema([("sample_id", pa.int64()), *reversed(_NAMED), ("payload", pa.binary()), ("mime", pa.string())]),
+    "blocks": pa.schema(
+        [
+            *(("step", pa.int32()), ("block", pa.int32()), ("name", pa.string()), ("sample_id", pa.int64())),
+            *(("test_id", pa.int64()), ("slot", pa.int32()), *_NAMED),
+            *((name, pa.float64()) for name in ("norm", "change", "increment", "nsi")),
+            ("rank", pa.int32()),
+        ]
+    ),
 }
 """What stands for a relation whose folder holds no part yet."""

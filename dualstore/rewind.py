@@ -5,28 +5,29 @@ longer knows are left, and rewinding once more removes them.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dualstore.errors import DamagedError
 from dualstore.part import PartWriter, sync_directory
-from dualstore.schema import Column, StoreInfo, pattern_columns, probe_columns
+from dualstore.schema import BLOCK_COLUMNS, Column, StoreInfo, pattern_columns, probe_columns
 from dualstore.writer import write_table
 
 __all__ = ["last_sequence", "rewind"]
 
 _ROWS = 1024
 
+_Kept = Callable[[pa.RecordBatch | pa.Table], pa.BooleanArray | pa.ChunkedArray]
+"""Which rows stay, by the columns step and, of blocks, test_id."""
+
 
 def rewind(root: Path, info: StoreInfo, step: int, rank: int = 0) -> None:
-    """Removes everything after `step` that a rank wrote: steps, patterns, and probes of later weights.
+    """Removes everything after `step` that a rank wrote: steps, patterns, blocks, and probes of later weights.
 
     Memory: a thousand rows of a layer. Removes the index where anything was removed. Raises OSError, DamagedError.
     """
@@ -37,7 +38,9 @@ def rewind(root: Path, info: StoreInfo, step: int, rank: int = 0) -> None:
             ("probes", probe_columns(layer, info.dtype, info.format), step + 1),
         ):
             paths = _parts(root / folder / f"layer={layer.number}", rank)
-            shortened += [_cut(path, columns, last) for path in reversed(paths)]
+            shortened += [_cut(path, columns, ["step"], _until(last)) for path in reversed(paths)]
+    paths = _parts(root / "blocks", rank)
+    shortened += [_cut(path, BLOCK_COLUMNS, ["step", "test_id"], _block_until(step)) for path in reversed(paths)]
     if any(shortened):
         shutil.rmtree(root / "index", ignore_errors=True)
 
@@ -64,20 +67,29 @@ def _cut_steps(path: Path, last: int) -> bool:
     return True
 
 
-def _cut(path: Path, columns: Sequence[Column], last: int) -> bool:
-    """Leaves the rows of a part up to a step."""
+def _until(last: int) -> _Kept:
+    return lambda rows: pc.less_equal(rows.column("step"), last)
+
+
+def _block_until(last: int) -> _Kept:
+    """Rows of training up to a step, and those of test examples that were seen before the next one."""
+    return lambda rows: pc.less_equal(rows.column("step"), pc.if_else(pc.equal(rows.column("test_id"), -1), last, last + 1))
+
+
+def _cut(path: Path, columns: Sequence[Column], by: list[str], kept: _Kept) -> bool:
+    """Leaves the rows of a part that are to stay, as its columns `by` say."""
     try:
         with pq.ParquetFile(path) as file:
-            steps = [_steps_of(file, group) for group in range(file.metadata.num_row_groups)]
-            if all((found <= last).all() for found in steps):
+            masks = [kept(file.read_row_group(group, columns=by)) for group in range(file.metadata.num_row_groups)]
+            if all(pc.all(mask, min_count=0).as_py() for mask in masks):
                 return False
-            if not any((found <= last).any() for found in steps):
+            if not any(pc.any(mask, min_count=0).as_py() for mask in masks):
                 _remove(path)
                 return True
             part = PartWriter(path, columns)
             try:
                 for batch in file.iter_batches(_ROWS):
-                    _append(part, batch, columns, last)
+                    _append(part, batch.filter(kept(batch)), columns)
                 part.finish()
                 part.publish()
             except BaseException:
@@ -88,13 +100,7 @@ def _cut(path: Path, columns: Sequence[Column], last: int) -> bool:
     return True
 
 
-def _steps_of(file: pq.ParquetFile, group: int) -> NDArray[Any]:
-    found: NDArray[Any] = file.read_row_group(group, columns=["step"]).column("step").to_numpy()
-    return found
-
-
-def _append(part: PartWriter, batch: pa.RecordBatch, columns: Sequence[Column], last: int) -> None:
-    kept = batch.filter(pc.less_equal(batch.column("step"), last))
+def _append(part: PartWriter, kept: pa.RecordBatch, columns: Sequence[Column]) -> None:
     if not kept.num_rows:
         return
     scalars = {c.name: kept.column(c.name).to_numpy() for c in columns if c.width is None}

@@ -14,7 +14,19 @@ import numpy as np
 
 from dualstore.errors import DamagedError, StoreError
 
-__all__ = ["DTYPES", "FORMAT", "Column", "Layer", "PartName", "Place", "StoreInfo", "pattern_columns", "probe_columns", "single"]
+__all__ = [
+    "BLOCK_COLUMNS",
+    "DTYPES",
+    "FORMAT",
+    "Column",
+    "Layer",
+    "PartName",
+    "Place",
+    "StoreInfo",
+    "pattern_columns",
+    "probe_columns",
+    "single",
+]
 
 FORMAT = 3
 """Version of the disk layout. A reader refuses stores whose format is higher.
@@ -202,6 +214,24 @@ def probe_columns(layer: Layer, dtype: str, written: int = FORMAT) -> tuple[Colu
     return columns if written < 2 else (*columns, Column("g", dtype, layer.d_out))
 
 
+BLOCK_COLUMNS = (
+    Column("step", "int32"),
+    Column("block", "int32"),
+    Column("sample_id", "int64"),
+    Column("test_id", "int64"),
+    Column("slot", "int32"),
+    Column("label", "int32"),
+    Column("task", "int32"),
+    Column("norm", "float64"),
+    Column("change", "float64"),
+    Column("increment", "float64"),
+)
+"""Columns of `blocks`, in file order: a row for each call of a residual block and sample, x_l to x_{l+1} = x_l + f(x_l).
+
+norm is |x_l|, change |x_{l+1} - x_l|, increment |f(x_l)|; NaN where shapes differ. test_id is -1 in training, sample_id in probes.
+"""
+
+
 @dataclass(frozen=True)
 class StoreInfo:
     """The contents of `store.json`, which rank 0 writes, or of the `rank-R.json` of another rank."""
@@ -226,6 +256,8 @@ class StoreInfo:
     """Whether layers multiplied in half precision: then the gradients themselves are rounded to that."""
     ranks: int = 1
     """Processes that write the store."""
+    blocks: tuple[str, ...] = ()
+    """Names of the residual blocks that `blocks` has rows of, by number."""
     other: dict[str, Any] = field(default_factory=dict)
     """Keys of `store.json` that this version does not know; kept."""
 
@@ -279,7 +311,7 @@ class StoreInfo:
         known = {name: values.pop(name) for name in cls.__dataclass_fields__ if name in values and name != "other"}
         try:
             known["layers"] = tuple(map(Layer.of, known["layers"]))
-            for name in ("tasks", "unrecorded", "problems"):
+            for name in ("tasks", "unrecorded", "problems", "blocks"):
                 if not isinstance(known.get(name, []), list):
                     raise ValueError(f"{name} {known[name]!r}")
                 known[name] = tuple(known.get(name, ()))
@@ -289,7 +321,7 @@ class StoreInfo:
 
     def _with_values(self) -> "StoreInfo":
         """Itself. Raises ValueError where a field has a value it cannot have."""
-        names = (*self.tasks, *self.unrecorded, *self.problems, self.optimizer)
+        names = (*self.tasks, *self.unrecorded, *self.problems, *self.blocks, self.optimizer)
         if not all(isinstance(name, str) for name in names) or not type(self.exact) is type(self.mixed) is bool:
             raise ValueError(f"names {names}, exact {self.exact!r}, mixed {self.mixed!r}")
         if self.dtype not in DTYPES or self.status not in get_args(Status):

@@ -27,12 +27,13 @@ from dualstore.repeats import build_repeats
 from dualstore.result import Result
 from dualstore.rows import Labelling
 from dualstore.scan import Options
-from dualstore.schema import Column, Layer, PartName, pattern_columns, probe_columns, single
+from dualstore.schema import BLOCK_COLUMNS, Column, Layer, PartName, pattern_columns, probe_columns, single
 from dualstore.scoring import check_step, find_score
 from dualstore.shapes import Int64
 from dualstore.sharing import without_errors
 from dualstore.sketch import build_sketches
 from dualstore.steps import Steps
+from dualstore.stiffness import Stiffness, measure_stiffness
 from dualstore.summary import describe
 from dualstore.sums import build_sums
 from dualstore.totals import sum_groups, sum_self
@@ -254,6 +255,35 @@ class Store:
         layers = self.layers if layer is None else (self.layer(layer),)
         return count_votes(self, layers, where=where)
 
+    def stiffness(
+        self,
+        *,
+        m1: float | Sequence[float] = 0.5,
+        m2: float | Sequence[float] = 0.0,
+        where: str | None = None,
+        training: bool = False,
+    ) -> Stiffness:
+        """How unevenly residual blocks change the features on their way, at each step that has rows of them (`record(blocks=...)`).
+
+        The stiffness index of block l is NSI_l = |f(x_l)| / |x_l|. A trajectory is what one sample goes through at one step; at
+        M = (m1, m2) it is stiff where NSI_l >= max(mu (1 + m1), m2), mu being its mean. Blocks that change the shape are left out.
+
+        Args:
+            m1: thresholds relative to the mean, one or several, 0 or more.
+            m2: thresholds of the index itself; all combinations with `m1` are asked.
+            where: SQL condition on step, block, name, sample_id, test_id, slot, label, task, norm, change, increment, nsi, rank.
+            training: of the rows from training, also where there are probes, whose rows are taken by default.
+
+        Returns: `steps`, a Result with a row for each step and M: step, trajectories, nsi (mean), tns, m1, m2, stiff (share of
+            trajectories that are stiff somewhere), ratio (mean share of blocks where they are); and `blocks`: step, block,
+            name, nsi (mean), count. tns is the Total Neural Stiffness: `stiff` integrated over all M.
+
+        Raises QueryError where the store has no rows of blocks, or a threshold or condition is wrong.
+
+        Source: Huang et al. 2023 (arXiv 2308.09939); the integral in closed form, E[max NSI (max NSI / mu - 1)].
+        """
+        return measure_stiffness(self, m1=m1, m2=m2, where=where, training=training)
+
     def sql(
         self,
         text: str,
@@ -267,7 +297,7 @@ class Store:
         gradient: ArrayLike | None = None,
         at_step: int | None = None,
     ) -> Result:
-        """The result of SQL over patterns, steps, samples, probes and, for a chosen layer and query, attention.
+        """The result of SQL over patterns, steps, samples, probes, blocks and, for a chosen layer and query, attention.
 
         `attention` has the row columns and alpha, and a column of the score's name where one is asked for; it is computed
         while it is read and never held.
@@ -351,6 +381,10 @@ class Store:
     def probes(self, layer: Layer) -> Log:
         """The log of one layer's probes. Raises DamagedError."""
         return self._log(f"probes/layer={layer.number}", probe_columns(layer, self.info_file.dtype, self.info_file.format))
+
+    def block_rows(self) -> Log:
+        """The log of what residual blocks did. Raises DamagedError."""
+        return self._log("blocks", BLOCK_COLUMNS)
 
     def weights(
         self,
@@ -442,8 +476,8 @@ class Store:
         return Tensors(self.path / "weights" / f"{name}.safetensors")
 
     def part_paths(self, folder: str) -> list[Path]:
-        """Files of "patterns", "probes" (of all layers) or "samples" that belong to the store."""
-        if folder == "samples":
+        """Files of "patterns", "probes" (of all layers), "blocks" or "samples" that belong to the store."""
+        if folder in ("samples", "blocks"):
             return self._parts(folder)
         return [path for layer in self.layers for path in self._parts(f"{folder}/layer={layer.number}")]
 

@@ -39,6 +39,7 @@ def describe(store: "Store") -> dict[str, Any]:
         "probes": len(np.unique(scalars(probes, "test_id"))),
         "samples": sum(pq.read_metadata(path).num_rows for path in store.part_paths("samples")),
         "tasks": list(info.tasks),
+        "blocks": list(info.blocks),
         "unrecorded": list(info.unrecorded),
         "problems": list(info.problems),
         "layers": layers,

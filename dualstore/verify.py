@@ -94,6 +94,8 @@ def verify_store(store: "Store", *, probes: int = 8, until: int | None = None) -
     for own in store.steps.ranks:
         if own.difference:
             found.problem(f"steps: {own.difference}; ranks of one training have the same")
+    for problem in _damage_of_blocks(store):
+        found.problem(problem)
     if store.cut and until is None:
         found.problem(f"{', '.join(store.endings)}: the store is complete up to step {store.last_step}, and is checked as of then")
         until = store.last_step
@@ -186,6 +188,13 @@ def _damage(log: Log) -> Iterator[str]:
                         pass
         except (pa.ArrowException, OSError) as error:
             yield f"{part.path}: damaged: {str(error).splitlines()[0]}"
+
+
+def _damage_of_blocks(store: "Store") -> list[str]:
+    try:
+        return list(_damage(store.block_rows()))
+    except DualstoreError as error:
+        return [str(error)]
 
 
 def _residuals(store: "Store", layer: Layer, probes: int, until: int | None) -> tuple[float | None, float | None]:

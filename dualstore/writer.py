@@ -22,7 +22,7 @@ from safetensors.numpy import save
 
 from dualstore.half import as_stored
 from dualstore.part import Mark, PartWriter, sync_directory
-from dualstore.schema import Column, Layer, StoreInfo, pattern_columns, probe_columns, single
+from dualstore.schema import BLOCK_COLUMNS, Column, Layer, StoreInfo, pattern_columns, probe_columns, single
 from dualstore.spool import Spool
 from dualstore.steps import DEFAULTS, STEPS_SCHEMA
 
@@ -69,7 +69,13 @@ class _Flush:
     taken: int = 0
     patterns: dict[int, PartWriter] = field(default_factory=dict)
     probes: dict[int, PartWriter] = field(default_factory=dict)
+    blocks: PartWriter | None = None
     samples: list[pa.Table] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[PartWriter]:
+        """All that are open."""
+        return [*self.patterns.values(), *self.probes.values(), *([] if self.blocks is None else [self.blocks])]
 
 
 class StoreWriter:
@@ -196,6 +202,21 @@ class StoreWriter:
             part.rollback(mark)
             raise
 
+    def write_blocks(self, rows: Columns) -> None:
+        """Adds what residual blocks did, columns as in BLOCK_COLUMNS; rows of later steps than the last do not count.
+
+        They go to a part of their own, of which memory holds one row group, however many blocks a sample goes through.
+        """
+        if self._open.blocks is None:
+            self._open.blocks = PartWriter(self.root / "blocks" / self._part_name(), BLOCK_COLUMNS)
+        part = self._open.blocks
+        mark = part.mark()
+        try:
+            part.append(self._coded(rows), {})
+        except BaseException:
+            part.rollback(mark)
+            raise
+
     def write_samples(self, samples: pa.Table) -> None:
         """Adds samples, columns as in SAMPLES_SCHEMA."""
         task = pa.array(self._codes(samples.column("task").to_numpy()))
@@ -216,7 +237,7 @@ class StoreWriter:
         assert not self._step.rows
         done, self._open = self._open, _Flush()
         self._flushed_at = time.monotonic()
-        parts = [*done.patterns.values(), *done.probes.values()]
+        parts = done.parts
         for part in [part for part in parts if not part.rows]:
             parts.remove(part)
             part.discard()
@@ -255,7 +276,7 @@ class StoreWriter:
             self._free_ballast()
             self._held.close()
             self._publisher.shutdown()
-            for part in [*self._open.patterns.values(), *self._open.probes.values()]:
+            for part in self._open.parts:
                 part.discard()
             self._spool.close()
 

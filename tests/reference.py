@@ -136,3 +136,29 @@ def ranked(rows: Rows, values: ndarray, k: int, *, largest: bool = True, kept: n
     chosen = [i for i in range(len(rows)) if (kept is None or kept[i]) and not math.isnan(signed[i])]
     chosen.sort(key=lambda i: (-signed[i], rows.step[i], rows.sample_id[i], rows.position[i], i))
     return chosen[:k]
+
+
+def stiffness(
+    rows: dict[str, ndarray], m1: Sequence[float], m2: Sequence[float], names: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What `Store.stiffness` gives for rows of blocks: of each step and M, and of each step and block."""
+    nsi = rows["increment"] / rows["norm"]
+    steps, blocks = [], []
+    for step in sorted(set(rows["step"].tolist())):
+        mine = (rows["step"] == step) & np.isfinite(nsi)
+        keys = list(zip(rows["test_id"], rows["sample_id"], rows["slot"], strict=True))
+        paths = [
+            nsi[mine & np.array([key == one for key in keys])] for one in sorted({k for k, m in zip(keys, mine, strict=True) if m})
+        ]
+        common = {"step": step, "trajectories": len(paths), "nsi": np.mean([path.mean() for path in paths])}
+        common["tns"] = np.mean([path.max() * (path.max() / path.mean() - 1) for path in paths])
+        for a in m1:
+            for b in m2:
+                stiff = [path >= max(path.mean() * (1 + a), b) for path in paths]
+                shares = {"stiff": np.mean([some.any() for some in stiff]), "ratio": np.mean([some.mean() for some in stiff])}
+                steps.append({**common, "m1": a, "m2": b, **shares})
+        for block, name in enumerate(names):
+            here = nsi[mine & (rows["block"] == block)]
+            if len(here):
+                blocks.append({"step": step, "block": block, "name": name, "nsi": here.mean(), "count": len(here)})
+    return steps, blocks

@@ -14,8 +14,8 @@ ORDER = (
     "errors", "shapes", "schema", "keys", "half", "thrift", "spool", "part", "log", "steps", "joint", "ranks", "rates",
     "coefficients", "writer", "rewind", "index", "database", "kernels", "rows", "sums", "scan", "scores", "repeats", "sketch",
     "explain", "best", "search", "topk", "result", "probes", "sharing", "adaptive", "weights", "parameters", "scoring",
-    "ranking", "totals", "votes", "relations", "gains", "verify", "summary", "store", "merge", "capture", "datasets", "experiments",
-    "hf", "lightning",
+    "ranking", "totals", "votes", "relations", "stiffness", "gains", "verify", "summary", "store", "merge", "capture", "datasets",
+    "experiments", "hf", "lightning",
 )  # fmt: skip
 ONLY_IN = {
     "duckdb": {"database"},

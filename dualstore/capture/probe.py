@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dualstore.capture.blocks import BlockCall
 from dualstore.capture.names import AnyClaim, Names, labels_of
 from dualstore.capture.taps import Rows, Tap, keys_of, vectors_of
 from dualstore.errors import RecordError
@@ -28,6 +29,8 @@ class Probe:
         self._outcome: Any = None
         """The model's output as it gave it."""
         self._seen: list[_Seen] = []
+        self.blocks: list[BlockCall] = []
+        """Calls of residual blocks."""
 
     def see(self, tap: Tap, x: torch.Tensor, output: torch.Tensor) -> None:
         """Takes one call of recorded layers."""

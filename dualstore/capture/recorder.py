@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dualstore.capture.background import Background, Inline
+from dualstore.capture.blocks import Block, BlockCall, BlockWatch, Norms, find_blocks
 from dualstore.capture.choice import Choice
 from dualstore.capture.compiled import forget_compiled
 from dualstore.capture.estimate import Estimate
@@ -67,6 +68,8 @@ def record(
     flush_s: float = 60.0,
     index: bool = True,
     audit_every: int = 50,
+    blocks: Chosen = None,
+    branch: str | None = None,
     maker: str = "",
 ) -> "Recorder":
     """Starts recording the training of `model` by `optimizer`, one or several, into a new store at `path`.
@@ -95,6 +98,9 @@ def record(
         audit_every: at every so many steps, some elements of each layer's gradient are compared with what the recorded rows add
             up to, and the weights with what the optimiser left; what differs makes values inexact: it is warned about once and
             noted in the store. 0 for never.
+        blocks: residual blocks, x + f(x), chosen as `layers` are: of each call the norms of its input and of what it adds are
+            recorded for every sample, in training and in probes (`Store.stiffness`).
+        branch: name of the submodule of each block that computes f, where something else, as a gate, works on what it gives.
         maker: noted in store.json as what wrote the store.
 
     Raises RecordError where `path` is not empty (or, to resume, holds no store that fits), nothing is to be recorded, or an
@@ -118,6 +124,8 @@ def record(
         flush_s=flush_s,
         index=index,
         audit_every=audit_every,
+        blocks=blocks,
+        branch=branch,
         maker=maker,
     )
     return Recorder(model, optimizers, Path(path), settings)
@@ -135,6 +143,7 @@ class Recorder:
         found = self._found = find_layers(self._model, optimizers, settings.layers, errors=not settings.keys_only)
         if not found.layers:
             raise RecordError("record: expected a model with at least one linear layer that the optimiser trains, found none")
+        self._blocks = find_blocks(self._model, settings.blocks, settings.branch)
         choices = [Choice.of(layer, settings.share, settings.every, settings.positions) for layer in found.layers]
         self._sampled = None if settings.sampler is None else Sampled(settings.sampler)
         _warn_unrecorded(found)
@@ -221,7 +230,7 @@ class Recorder:
         """Records each layer's input and output for test examples: the queries to ask later.
 
         Call the model once inside, on n rows named by `test_id`. `predicted` defaults to the largest element of the
-        model's output. A test id that is probed again replaces the earlier probe.
+        model's output. A test id that is probed again replaces the earlier probe; what `blocks` did to it then is kept.
 
         Args:
             loss: a function of the model's output that gives one loss for each row, (n,), say
@@ -250,6 +259,8 @@ class Recorder:
         for number, (columns, x, y, g) in rows.items():
             layer = self._found.layers[number]
             self._put(partial(self._writing.writer.write_probes, layer, columns, x, y, g), x.nbytes + 2 * y.nbytes)
+        for call in probe.blocks:
+            self._put(partial(self._writing.writer.write_blocks, call.columns(self.steps, probed=True)), call.nbytes)
 
     def samples(self, sample_id: Any, label: Any, payload: Any, task: str | Sequence[str] | None = None) -> None:
         """Stores what a person wants to see of training samples: images (as PNG) or texts. Call it once a sample."""
@@ -322,6 +333,7 @@ class Recorder:
         if projections:
             watch = LinearWatch([matrix.parameter for _, matrix in projections], partial(self._projected, projections))
             hooks.callback(watch.close)
+        BlockWatch(self._blocks, wanted=self._wants_blocks, see=self._block_called).hook(hooks)
         self._stepper.hook(hooks)
         return hooks
 
@@ -414,6 +426,30 @@ class Recorder:
         rows = arrived.rows(errors=needed)
         size = sum(_nbytes(tensor) for pair in rows for tensor in pair)
         self._put(partial(self._writing.add, layers, claims, batch, rows, changes, self._audited), size)
+
+    def _wants_blocks(self) -> bool:
+        """Whether calls of residual blocks give rows now."""
+        if self._closed or self._differentiating or self._counted is not None:
+            return False
+        return self._probe is not None or (self._batch is not None and self._recording and torch.is_grad_enabled())
+
+    def _block_called(self, block: Block, norms: Norms, output: torch.Tensor) -> None:
+        """A call of a residual block. In training it counts once its error arrives, as that of a layer does."""
+        if self._probe is not None:
+            self._probe.blocks.append(BlockCall.of(block, norms, self._probe.names, probed=True))
+            return
+        assert self._batch is not None
+        call = BlockCall.of(block, norms, self._batch.names, probed=False)
+        add = partial(self._put, partial(self._writing.add_block, self._batch, call), call.nbytes)
+        if output.requires_grad:
+            source_of(output).register_hook(partial(self._block_error, add))
+        else:  # nothing up to here is trained
+            add()
+
+    def _block_error(self, add: Callable[[], None], error: torch.Tensor) -> None:
+        if not self._closed:
+            self._end_step()  # as where a layer's error arrives
+            add()
 
     def _count(self, layers: Sequence[Layer], leading: Sequence[int]) -> None:
         assert self._counted is not None
@@ -548,6 +584,7 @@ class Recorder:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             maker=self._settings.maker,
             ranks=self._ranks,
+            blocks=tuple(block.name for block in self._blocks),
         )
         tensors = tensors_of(self._found, self._optimizers, with_state=True)
         if not self._settings.resume:

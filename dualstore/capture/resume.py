@@ -80,7 +80,7 @@ def _check(path: Path, known: StoreInfo, info: StoreInfo) -> None:
     """Raises RecordError where the model, its optimiser or the options are not those of the store."""
     if known.format != FORMAT:
         raise RecordError(f"{path}: expected a store of format {FORMAT}, found {known.format}, which cannot be gone on with")
-    for name in ("dtype", "optimizer", "ranks"):
+    for name in ("dtype", "optimizer", "ranks", "blocks"):
         if getattr(known, name) != getattr(info, name):
             raise RecordError(f"{path}: {name}: the store has {getattr(known, name)}, found {getattr(info, name)}")
     for number in range(max(len(known.layers), len(info.layers))):

@@ -29,6 +29,8 @@ class Settings:
     flush_s: float = 60.0
     index: bool = True
     audit_every: int = 50
+    blocks: Chosen = None
+    branch: str | None = None
     maker: str = ""
 
     def check(self) -> None:
@@ -48,6 +50,9 @@ class Settings:
         for name, number in (("audit_every", self.audit_every), ("max_bytes", self.max_bytes or 0), ("seed", self.seed)):
             if number < 0:
                 raise RecordError(f"{name}: expected 0 or more, found {number}")
-        text = isinstance(self.layers, str) or not isinstance(self.layers, Sequence | None)
-        if text or any(not isinstance(one, str | type) for one in self.layers or ()):
-            raise RecordError(f"layers: expected names and types of modules, as in ['encoder.*', nn.Linear], found {self.layers!r}")
+        for name, chosen in (("layers", self.layers), ("blocks", self.blocks)):
+            text = isinstance(chosen, str) or not isinstance(chosen, Sequence | None)
+            if text or any(not isinstance(one, str | type) for one in chosen or ()):
+                raise RecordError(f"{name}: expected names and types of modules, as in ['encoder.*', nn.Linear], found {chosen!r}")
+        if self.branch is not None and not (isinstance(self.branch, str) and self.branch and self.blocks):
+            raise RecordError(f"branch: expected the name of a submodule of each of blocks=, found {self.branch!r}")

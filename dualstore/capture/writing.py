@@ -1,6 +1,6 @@
 """From the calls and steps that the hooks see to rows of the store; on the background thread, if there is one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dualstore.capture.blocks import BlockCall
 from dualstore.capture.choice import Choice
 from dualstore.capture.gradients import Audit, Change, common_factor, lost
 from dualstore.capture.layers import Found
@@ -16,10 +17,12 @@ from dualstore.capture.notes import Notes
 from dualstore.capture.optimizers import Mark
 from dualstore.capture.taps import Rows, Tap, keys_of, vectors_of
 from dualstore.errors import RecordError
-from dualstore.schema import Layer
+from dualstore.schema import BLOCK_COLUMNS, Layer
 from dualstore.writer import StoreWriter
 
 __all__ = ["Batch", "Call", "Taken", "Writing"]
+
+_BLOCK_BYTES = sum(column.row_bytes for column in BLOCK_COLUMNS)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,8 @@ class Writing:
         self._stored = writer.info.precision
         self._batches: dict[int, list[Batch]] = {layer.number: [] for layer in found.layers}
         """The batches that each layer has rows of in the step under way."""
+        self._blocks: list[tuple[Batch, BlockCall]] = []
+        """Calls of residual blocks whose errors have arrived since the last step."""
         self._audits: dict[int, Audit] = {}
         self._audited = {layer.number: _audited(found, layer) for layer in found.layers}
         self.mixed = writer.info.mixed
@@ -118,6 +123,10 @@ class Writing:
             self._batches[layer.number].append(batch)
             self._pending += len(e if kept is None else kept) * self._row_bytes[layer.number]
 
+    def add_block(self, batch: Batch, call: BlockCall) -> None:
+        """Adds what a residual block did to a batch; it counts if rows of the batch are in the step."""
+        self._blocks.append((batch, call))
+
     @property
     def bytes_after_next(self) -> int:
         """What would be written after one more step like the largest."""
@@ -143,6 +152,7 @@ class Writing:
         batches = list({id(batch): batch for some in self._batches.values() for batch in some}.values())
         for some in self._batches.values():
             some.clear()
+        self._write_blocks(step, {id(batch) for batch in batches})
         losses = [_number(batch.loss) for batch in batches]
         common = {
             "epoch": max((batch.epoch for batch in batches), default=taken.epoch),
@@ -166,6 +176,14 @@ class Writing:
             self._notes.notice(
                 f"NaN or infinity among the recorded keys or errors since step {step}; such rows are stored and counted"
             )
+
+    def _write_blocks(self, step: int, batches: Collection[int]) -> None:
+        """Writes what blocks did to the batches of a step; what they did to others was thrown away with these."""
+        calls, self._blocks = self._blocks, []
+        for batch, call in calls:
+            if id(batch) in batches:
+                self.writer.write_blocks(call.columns(step, probed=False))
+                self._pending += len(call.names.ids) * _BLOCK_BYTES
 
     def _settle(self, layer: Layer, changes: list[Change] | None, *, recorded: bool) -> None:
         """Drops rows that were thrown away, and notes a gradient that has none."""
