@@ -1,6 +1,8 @@
 """The papers' image experiments at a tiny scale: what is recorded, measured on the stores, and shown beside the paper's."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +14,14 @@ import pytest
 import dualstore
 from dualstore.errors import DualstoreError
 from dualstore.experiments import image_findings, reproduce
-from dualstore.experiments.catalogue import EXPERIMENTS
+from dualstore.experiments.catalogue import COMPARISONS, EXPERIMENTS
 from dualstore.experiments.experiment import Request
 from dualstore.experiments.findings import Finding, Measured, Published, Run, compare
+from dualstore.experiments.passages import agreement
+from dualstore.experiments.texts import load_aesop, load_wikitext
 from tests.pictures import write_idx, write_sets
 from tests.test_cli import call, fails, parsed
+from tests.test_texts import write_aesop, write_wikitext
 
 SMALL = {"steps": 12, "batch_size": 8, "hidden": 6, "lr": 0.1}
 ARGUMENTS = ("--steps", "12", "--batch-size", "8", "--hidden", "6", "--lr", "0.1")
@@ -227,3 +232,95 @@ def test_numbers_that_not_all_runs_have_are_left_out() -> None:
     runs = [Run(0, Measured({"a": 0.1, "b": 2.0}, plain=["b"]), {}), Run(1, Measured({"b": 3.0}), {})]
     (found,) = compare(runs, {"b": Published(1.0)})
     assert (found.name, found.ours, found.paper, found.share) == ("b", (2.0, 3.0), Published(1.0), False)
+
+
+# Texts and residual networks
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small texts of both kinds."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_aesop(folder)
+    return write_wikitext(folder)
+
+
+@pytest.mark.parametrize(("name", "section"), [("aesop", "fable"), ("wikitext", "article")])
+def test_texts_are_reproduced_with_windows_and_rates(texts: Path, tmp_path: Path, name: str, section: str) -> None:
+    words = ("reproduce", name, "--out", tmp_path, "--data", texts, "--keep", "--hidden", "8", "--batch-size", "4", "--steps", "5")
+    shown = call(*words).stdout
+    assert "[[" in shown
+    written = {finding["name"]: finding for finding in json.loads((tmp_path / f"{name}.json").read_text())["findings"]}
+    store = dualstore.open(tmp_path / f"{name}-0")
+    corpus = load_aesop(texts) if name == "aesop" else load_wikitext(texts)
+    for layer in ("lstm.l0", "output"):
+        rates = agreement(store, corpus, layer, totals=0)
+        assert written[f"{layer}, same {section}: top 3 by attention"]["mean"] == rates["best"]["section"]
+        assert written[f"{layer}, same {section}: at random"]["mean"] == rates["random"]["section"]
+        assert written[f"{layer}, same next token: 3 smallest"]["mean"] == rates["smallest"]["next"]
+        over = written[f"{layer}, same {section}: top 3 by attention over random, times"]["mean"]
+        assert over == pytest.approx(rates["best"]["section"] / rates["random"]["section"])
+    assert written["perplexity of held-out passages after training"]["mean"] > 1
+    sample = store.sql("SELECT task, payload, mime FROM samples ORDER BY sample_id LIMIT 1").to_dicts()[0]
+    assert (sample["task"], sample["mime"]) == (corpus.sections[0], "text/plain")
+    assert parsed("totals", "--store", store.path, "--test-id", "0", "--layer", "lstm.l0", "--by", "task")
+    assert (tmp_path / f"{name}.png").exists()
+
+
+def test_the_transformer_is_reproduced_with_both_levels(texts: Path, tmp_path: Path) -> None:
+    words = ("reproduce", "transformer", "--out", tmp_path, "--data", texts, "--scale", "0.2", "--batch-size", "4", "--steps", "3")
+    shown = call(*words).stdout
+    for level in ("context, head 3", "training, W_Q", "training, W_K", "training, W_V"):
+        assert level in shown
+    assert "blocks.1.self_attn.v, same fable: top 3 by attention" in shown
+
+
+def test_residual_networks_are_compared(images: Path, tmp_path: Path) -> None:
+    words = (
+        "reproduce",
+        "stiffness",
+        "--out",
+        tmp_path,
+        "--data",
+        images,
+        "--runs",
+        "1",
+        "--keep",
+        "--steps",
+        "4",
+        "--batch-size",
+        "8",
+    )
+    shown = call(*words, "--scale", "0.25").stdout
+    written = {finding["name"]: finding["mean"] for finding in json.loads((tmp_path / "stiffness.json").read_text())["findings"]}
+    for name in ("resnet", "senet", "stepnet"):
+        found = dualstore.open(tmp_path / f"{name}-0").stiffness(m1=0.5).steps.to_dicts()[-1]
+        assert written[f"{name}: total neural stiffness"] == found["tns"]
+        assert 0 <= written[f"{name}: test accuracy"] <= 1
+        assert f"{name}: index along depth" in shown
+    assert (tmp_path / "stiffness.png").exists()
+
+
+@pytest.mark.parametrize("name", ["aesop", "stepnet"])
+def test_train_and_the_other_commands_go_together(texts: Path, images: Path, tmp_path: Path, name: str) -> None:
+    data = texts if name == "aesop" else images
+    shown = call(
+        "train", name, "--store", tmp_path / "s", "--data", data, "--scale", "0.05", "--steps", "3", "--batch-size", "4"
+    ).stdout
+    for line in shown.split("Try next:\n")[1].splitlines():
+        call(*shlex.split(line.replace("dualstore ", "", 1)))
+
+
+def test_full_takes_the_steps_of_the_paper() -> None:
+    for name, steps in (("aesop", 5_000), ("wikitext", 10_000)):
+        settings = EXPERIMENTS[name].settings
+        assert settings(Request(full=True)).steps == steps > settings(Request()).steps
+        assert settings(Request(full=True, changes={"steps": 7})).steps == 7
+
+
+def test_every_experiment_is_offered_by_the_commands() -> None:
+    train, again = (re.search(r"{(.*?)}", "".join(call(name, "--help").stdout.split())) for name in ("train", "reproduce"))
+    assert train
+    assert again
+    assert train[1].split("|") == list(EXPERIMENTS)
+    assert again[1].split("|") == [name for name in EXPERIMENTS if name not in COMPARISONS["stiffness"]] + list(COMPARISONS)

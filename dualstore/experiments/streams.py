@@ -1,7 +1,7 @@
 """Training any language model on the contiguous streams of a text, with the samples named by their place in it."""
 
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ _ROWS = 32
 """Passages at a time: the outputs of a batch by word are large."""
 
 
+@runtime_checkable
 class Streams(Protocol):
     """What settings of such a training have."""
 
