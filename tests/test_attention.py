@@ -38,7 +38,7 @@ def test_weights_over_the_context_are_those_of_the_module(tmp_path: Path) -> Non
         with recorder.batch(sample_id=range(3)):
             attention(x, x, x)[0].square().sum().backward()
         optimizer.step()
-        attention.eval()
+        model.eval()
         with torch.no_grad(), recorder.probe(test_id=[5, 6, 7]):
             _, expected = attention(x, x, x, need_weights=True, average_attn_weights=False)
     store = dualstore.open(tmp_path / "s")
