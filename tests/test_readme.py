@@ -75,6 +75,15 @@ def test_the_continual_example_runs_and_shows_the_effect(tmp_path: Path, data_fo
     assert "mnist" not in answers[2].stdout.split("\n", 1)[1]
 
 
+def test_the_experiments_run_as_printed(tmp_path: Path, data_folder: Path) -> None:
+    smaller = f" --data {data_folder} --batch-size 16 --scale 0.05 --steps 3"
+    for line in marked("experiments").splitlines():
+        found = run(line + smaller + " --runs 2" * ("reproduce" in line), tmp_path)
+        assert found.returncode == 0, f"{line}: {found.stderr}"
+        assert ("Try next" if "train" in line else "what it cost") in found.stdout
+    assert (tmp_path / "reproduction" / "mnist.json").exists()
+
+
 def test_every_command_is_in_the_table_of_commands() -> None:
     named = set(re.findall(r"^\| `(\w+)(?: [\w\\|]+)?` \|", README.split("## Python")[0], re.MULTILINE))
     assert set(commands.commands) == named
