@@ -308,11 +308,14 @@ def test_an_unfinished_store_answers_with_a_warning(store: Path, tmp_path: Path)
     assert json.loads(found.stdout)["status"] == "recording"
 
 
+def test_stiffness_without_rows_of_blocks_says_how_to_record_them(store: Path) -> None:
+    fails("stiffness", "--store", store, match="expected rows of residual blocks, found none; record them with record(..., blocks=")
+
+
 def test_help_is_there_for_every_command() -> None:
     names = [line.split()[0] for line in call("--help").stdout.split("Commands:")[1].splitlines() if line.strip()]
-    assert names == [
-        "demo", "index", "info", "merge", "query", "reproduce", "reweigh", "self", "sql", "totals", "train", "verify", "votes",
-    ]  # fmt: skip
+    first = ["demo", "index", "info", "merge", "query", "reproduce", "reweigh", "self", "sql", "stiffness"]
+    assert names == [*first, "totals", "train", "verify", "votes"]
     for name in names:
         assert ("--store" in call(name, "--help").stdout) == (name not in ("merge", "reproduce"))
     assert "dualstore" in call("--version").stdout

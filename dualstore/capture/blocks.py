@@ -21,7 +21,6 @@ from torch import nn
 from dualstore.capture.layers import Chosen
 from dualstore.capture.names import Names
 from dualstore.errors import RecordError
-from dualstore.shapes import Float
 
 __all__ = ["Block", "BlockCall", "BlockWatch", "Norms", "find_blocks"]
 
@@ -43,13 +42,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norms:
-    """What one call of a block did to each sample; Euclidean norms over all other dimensions."""
+    """What one call of a block did to each sample: Euclidean norms over all other dimensions, (n,) each."""
 
-    norm: Float[torch.Tensor, " n"]
+    norm: torch.Tensor
     """|x_l|"""
-    change: Float[torch.Tensor, " n"]
+    change: torch.Tensor
     """|x_{l+1} - x_l|; NaN where the shapes differ."""
-    increment: Float[torch.Tensor, " n"]
+    increment: torch.Tensor
     """|f(x_l)|; NaN where its shape is not that of x_l, or the branch was not called."""
 
 

@@ -47,7 +47,7 @@ class Settings:
     """Channels of the first stage; the others have two and four times as many."""
     depth: int = 3
     """Blocks of each of three stages."""
-    steps: int = 800
+    steps: int = 1500
     batch_size: int = 64
     lr: float = 0.1
     """At the beginning; it falls to zero along a cosine."""
