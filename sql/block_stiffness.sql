@@ -5,7 +5,7 @@ SELECT
     step,
     block,
     name,
-    avg(nsi) AS nsi,
+    favg(nsi) AS nsi,
     count(*) AS count
 FROM indexed
 GROUP BY step, block, name

@@ -3,7 +3,7 @@
 -- out: step, trajectories, nsi, tns, m1, m2, stiff (share of trajectories with a stiff block), ratio (mean share of stiff blocks)
 WITH trajectories AS (
     -- What one sample goes through at one step.
-    SELECT step, rank, test_id, sample_id, slot, avg(nsi) AS mean, max(nsi) AS highest, count(*) AS blocks
+    SELECT step, rank, test_id, sample_id, slot, favg(nsi) AS mean, max(nsi) AS highest, count(*) AS blocks
     FROM indexed
     GROUP BY step, rank, test_id, sample_id, slot
 ),
@@ -24,13 +24,13 @@ judged AS (
 SELECT
     step,
     count(*) AS trajectories,
-    avg(mean) AS nsi,
+    favg(mean) AS nsi,
     -- The integral of P(highest >= max(mean (1 + m1), m2)) over all m1, m2 >= 0: an area for each trajectory.
-    avg(CASE WHEN mean > 0 THEN highest * (highest / mean - 1) ELSE 0 END) AS tns,
+    favg(CASE WHEN mean > 0 THEN highest * (highest / mean - 1) ELSE 0 END) AS tns,
     m1,
     m2,
-    avg(CASE WHEN found > 0 THEN 1 ELSE 0 END) AS stiff,
-    avg(found / blocks) AS ratio
+    favg(CASE WHEN found > 0 THEN 1 ELSE 0 END) AS stiff,
+    favg(found / blocks) AS ratio
 FROM judged
 GROUP BY step, m1, m2
 ORDER BY step, m1, m2

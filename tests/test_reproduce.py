@@ -16,6 +16,7 @@ from dualstore.errors import DualstoreError
 from dualstore.experiments import image_findings, reproduce
 from dualstore.experiments.catalogue import COMPARISONS, EXPERIMENTS
 from dualstore.experiments.experiment import Request
+from dualstore.experiments.figures import draw
 from dualstore.experiments.findings import Finding, Measured, Published, Run, compare
 from dualstore.experiments.passages import agreement
 from dualstore.experiments.texts import load_aesop, load_wikitext
@@ -56,14 +57,20 @@ def again(name: str, folder: Path, images: Path, runs: int = 1, *, keep: bool = 
     ],
 )
 def test_train_records_a_run_that_verifies(images: Path, tmp_path: Path, run: str, rows: list[int], tasks: list[str]) -> None:
-    words = ("train", run, "--store", tmp_path / "s", "--data", images, *ARGUMENTS, "--clip", "0.05")
+    found = reproduce.train(run, tmp_path / "s", Request(data=images, changes=SMALL), ignore)
+    assert "accuracy on mnist after phase 1" in found
+    store = dualstore.open(tmp_path / "s")
+    assert [store.patterns(layer).rows for layer in store.layers] == rows
+    assert sorted(store.info_file.tasks) == sorted(tasks)
+    assert store.verify().ok
+
+
+def test_options_of_train_reach_the_training(images: Path, tmp_path: Path) -> None:
+    words = ("train", "mnist", "--store", tmp_path / "s", "--data", images, *ARGUMENTS, "--clip", "0.05")
     assert "accuracy on mnist after phase 1" in call(*words).stdout
-    info = parsed("info", "--store", tmp_path / "s")
-    assert [layer["rows"] for layer in info["layers"]] == rows
-    assert sorted(info["tasks"]) == sorted(tasks)
-    assert parsed("verify", "--store", tmp_path / "s")["ok"]
-    clips = parsed("sql", "SELECT max(clip) AS high FROM steps", "--store", tmp_path / "s")
+    clips = parsed("sql", "SELECT max(clip) AS high, max(lr) AS lr FROM steps", "--store", tmp_path / "s")
     assert clips[0]["high"] < 1
+    assert clips[0]["lr"] == 0.1
     fails(*words, match="expected no folder or an empty one")
 
 
@@ -79,7 +86,8 @@ def test_train_names_missing_and_foreign_data(tmp_path: Path) -> None:
 
 
 def test_scale_takes_a_share_of_widths_and_images(images: Path, tmp_path: Path) -> None:
-    call("train", "joint", "--store", tmp_path / "s", "--data", images, "--scale", "0.01", "--steps", "2", "--images", "40")
+    changes = {"steps": 2, "batch_size": 8, "images": 40}
+    reproduce.train("joint", tmp_path / "s", Request(data=images, scale=0.01, changes=changes), ignore)
     assert [(layer.d_in, layer.d_out) for layer in dualstore.open(tmp_path / "s").layers] == [(36, 8), (8, 8), (8, 10)]
 
 
@@ -200,9 +208,9 @@ def test_reproduce_prints_both_columns_and_writes_numbers_and_figures(images: Pa
     assert not (tmp_path / "out" / "beta-0").exists()
 
 
-@pytest.mark.parametrize("name", ["mnist", "joint", "continual"])
-def test_every_image_experiment_is_drawn(images: Path, tmp_path: Path, name: str) -> None:
-    call("reproduce", name, "--runs", "1", "--out", tmp_path, "--data", images, *ARGUMENTS)
+def test_every_image_experiment_is_drawn(done: tuple[str, Path], images: Path, tmp_path: Path) -> None:
+    name, folder = done
+    assert draw(again(name, folder, images, runs=2), tmp_path) == [tmp_path / f"{name}.png"]
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -295,7 +303,7 @@ def test_residual_networks_are_compared(images: Path, tmp_path: Path) -> None:
     written = {finding["name"]: finding["mean"] for finding in json.loads((tmp_path / "stiffness.json").read_text())["findings"]}
     for name in ("resnet", "senet", "stepnet"):
         found = dualstore.open(tmp_path / f"{name}-0").stiffness(m1=0.5).steps.to_dicts()[-1]
-        assert written[f"{name}: total neural stiffness"] == found["tns"]
+        assert written[f"{name}: total neural stiffness"] == pytest.approx(found["tns"], rel=1e-12)
         assert 0 <= written[f"{name}: test accuracy"] <= 1
         assert f"{name}: index along depth" in shown
     assert (tmp_path / "stiffness.png").exists()
