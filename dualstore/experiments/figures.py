@@ -13,8 +13,9 @@ from dualstore.experiments.residual_findings import DEPTH, OVER_M, OVER_TRAINING
 
 __all__ = ["draw"]
 
-_Panel = tuple[str, Callable[[Any], None]]
-"""A title, and what draws on a matplotlib Axes."""
+_Panel = tuple[str, float, Callable[[Any], None]]
+"""A title, a height in inches, and what draws on a matplotlib Axes."""
+_TALL = 3.2
 
 
 def draw(found: Reproduction, folder: Path) -> list[Path]:
@@ -25,8 +26,10 @@ def draw(found: Reproduction, folder: Path) -> list[Path]:
         warnings.warn("figures need matplotlib; install it with: pip install 'dualstore[report]'", DualstoreWarning, stacklevel=2)
         return []
     panels = {"beta": _curves, "stiffness": _stiffness}.get(found.experiment, _bars)(found)
-    figure = Figure(figsize=(7, 3.4 * len(panels)), layout="constrained")
-    for axes, (title, draw_one) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+    heights = [height for _, height, _ in panels]
+    figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
+    rows = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, _, draw_one) in zip(rows, panels, strict=True):
         draw_one(axes)
         axes.set_title(title, loc="left", fontsize=10)
     path = folder / f"{found.experiment}.png"
@@ -40,7 +43,7 @@ def _bars(found: Reproduction) -> list[_Panel]:
     for finding in found.findings:
         if finding.share:
             groups.setdefault(finding.name.split(":")[0] if ":" in finding.name else "accuracy", []).append(finding)
-    return [(title, partial(_draw_bars, findings=some)) for title, some in groups.items()]
+    return [(title, 0.9 + 0.4 * len(some), partial(_draw_bars, findings=some)) for title, some in groups.items()]
 
 
 def _draw_bars(axes: Any, *, findings: Sequence[Finding]) -> None:
@@ -53,7 +56,7 @@ def _draw_bars(axes: Any, *, findings: Sequence[Finding]) -> None:
     if theirs:
         axes.barh([place - 0.2 for place, _ in theirs], [100 * paper.mean for _, paper in theirs], 0.38,
                   xerr=[100 * (paper.std or 0) for _, paper in theirs], label="paper")  # fmt: skip
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     axes.set_yticks(places, names, fontsize=8)
     axes.set_xlim(0, 100)
     axes.set_xlabel("%", fontsize=8)
@@ -61,7 +64,7 @@ def _draw_bars(axes: Any, *, findings: Sequence[Finding]) -> None:
 
 def _curves(found: Reproduction) -> list[_Panel]:
     """One panel: accuracy on the first task by the factor on its memories."""
-    return [("accuracy on the first task, by the factor on its memories", partial(_draw_curves, findings=found.findings))]
+    return [("accuracy on the first task, by the factor on its memories", _TALL, partial(_draw_curves, findings=found.findings))]
 
 
 def _draw_curves(axes: Any, *, findings: Sequence[Finding]) -> None:
@@ -87,7 +90,9 @@ def _stiffness(found: Reproduction) -> list[_Panel]:
     """The index along depth, the ratio over M, and the total over training, of each network; of the first run."""
     tables, names = found.runs[0].measured.tables, list(found.settings)
     wanted = ((DEPTH, "block", "nsi"), (OVER_M, "m1", "ratio"), (OVER_TRAINING, "step", "tns"))
-    return [(table, partial(_draw_lines, {name: tables[f"{name}: {table}"] for name in names}, x, y)) for table, x, y in wanted]
+    return [
+        (table, _TALL, partial(_draw_lines, {name: tables[f"{name}: {table}"] for name in names}, x, y)) for table, x, y in wanted
+    ]
 
 
 def _draw_lines(lines: dict[str, list[dict[str, Any]]], x: str, y: str, axes: Any) -> None:

@@ -129,6 +129,7 @@ class _Model(nn.Module):
         super().__init__()
         width = settings.projection or settings.embedding
         self.embedding = nn.Embedding(words, settings.embedding)
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)  # as the paper's code: torch's own would outweigh the state in each key
         self.projection = nn.Linear(settings.embedding, width) if settings.projection else nn.Identity()
         self.dropout = nn.Dropout(settings.dropout)
         self.lstm = nn.LSTM(width, settings.hidden, batch_first=True)
@@ -136,7 +137,7 @@ class _Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor, state: _State = None) -> tuple[torch.Tensor, _State]:
         """Logits (b, length, words) and the state behind the last token."""
-        found, state = self.lstm(self.dropout(self.projection(self.embedding(tokens))), state)
+        found, state = self.lstm(self.projection(self.dropout(self.embedding(tokens))), state)
         return self.output(found), state
 
 
