@@ -162,6 +162,19 @@ def test_a_folder_that_is_something_else_is_left_alone(images: Path, tmp_path: P
     assert (tmp_path / "mnist-0" / "mine").exists()
 
 
+def test_two_processes_do_not_do_the_same_run(images: Path, tmp_path: Path) -> None:
+    code = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", code, str(tmp_path / ".mnist-0.lock")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(DualstoreError, match="another process is at this run"):
+            again("mnist", tmp_path, images)
+        other.communicate("")
+    assert again("mnist", tmp_path, images, keep=False).runs
+    assert [path.name for path in tmp_path.iterdir() if "lock" in path.name] == []
+
+
 def test_settings_that_an_experiment_lacks_are_named(images: Path, tmp_path: Path) -> None:
     with pytest.raises(DualstoreError, match="mnist: has no setting bptt; there are steps"):
         again("mnist", tmp_path, images, bptt=3)

@@ -1,11 +1,13 @@
 """Doing an experiment again: trains or reuses its stores, measures them, and puts the numbers beside the paper's."""
 
+import fcntl
 import json
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,8 +64,29 @@ def reproduce(
 
 def _run(experiment: Experiment, folder: Path, request: Request, progress: Progress, *, keep: bool) -> Run:
     """One run: from its numbers, from its store, or done now."""
-    settings = plain(experiment.settings(request))
     path = folder / f"{experiment.name}-{request.seed}"
+    with _alone(path):
+        return _run_alone(experiment, path, request, progress, keep=keep)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keeps others from the same run: they would take its store for one that was left behind."""
+    with open(path.with_name(f".{path.name}.lock"), "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise DualstoreError(
+                f"{path}: another process is at this run; wait for it, or choose another folder with --out"
+            ) from error
+        try:
+            yield
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+def _run_alone(experiment: Experiment, path: Path, request: Request, progress: Progress, *, keep: bool) -> Run:
+    settings = plain(experiment.settings(request))
     notes = path.with_name(f"{path.name}.json")
     known = json.loads(notes.read_text()) if notes.exists() else {}
     if known and known["settings"] != json.loads(json.dumps(settings)):
