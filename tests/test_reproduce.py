@@ -163,7 +163,8 @@ def test_a_folder_that_is_something_else_is_left_alone(images: Path, tmp_path: P
 
 
 def test_two_processes_do_not_do_the_same_run(images: Path, tmp_path: Path) -> None:
-    code = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    lines = ("import fcntl, sys", "file = open(sys.argv[1], 'w')", "fcntl.lockf(file, fcntl.LOCK_EX)")
+    code = "\n".join([*lines, "print('held', flush=True)", "sys.stdin.read()"])
     words = [sys.executable, "-c", code, str(tmp_path / ".mnist-0.lock")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout
