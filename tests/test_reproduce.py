@@ -334,9 +334,10 @@ def test_train_and_the_other_commands_go_together(texts: Path, images: Path, tmp
 
 
 def test_full_takes_the_steps_of_the_paper() -> None:
-    for name, steps in (("aesop", 5_000), ("wikitext", 10_000)):
+    for name, steps, streams in (("aesop", 5_000, 64), ("wikitext", 10_000, 128)):
         settings = EXPERIMENTS[name].settings
         assert settings(Request(full=True)).steps == steps > settings(Request()).steps
+        assert settings(Request(full=True)).batch_size == streams
         assert settings(Request(full=True, changes={"steps": 7})).steps == 7
 
 

@@ -120,7 +120,8 @@ def _language_experiment(
         lambda store, _, request: language_findings.measure_language(store, _corpus(load, request), section),
         reported=_PERPLEXITIES,
         remarks=(
-            f"{default.steps} steps by default where the paper has {default.paper_steps:,}; --full does them all",
+            f"{default.steps:,} steps of {default.batch_size} streams by default where the paper has {default.paper_steps:,} of "
+            f"{default.paper_batch_size}; --full does them all",
             *_OF_LANGUAGE,
             *((_WIKITEXT,) if name == "wikitext" else ()),
         ),
