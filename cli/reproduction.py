@@ -52,7 +52,7 @@ def reproduce(experiment: str, runs: int | None, out: Path, keep: bool, as_json:
 def _print(found: "Reproduction") -> None:
     seeds = f"{len(found.runs)} runs, seeds {found.runs[0].seed} to {found.runs[-1].seed}" if len(found.runs) > 1 else "one run"
     rows = [[finding.name, _ours(finding), _paper(finding), _off(finding)] for finding in found.findings]
-    print_table(f"{found.experiment}: {seeds}, in %", ["what", "ours", "paper", "ours - paper"], rows)
+    print_table(f"{found.experiment}: {seeds}; shares in %", ["what", "ours", "paper", "ours - paper"], rows)
     for title, some in found.runs[0].measured.tables.items():
         if some:
             print_table(

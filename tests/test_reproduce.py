@@ -162,6 +162,14 @@ def test_a_folder_that_is_something_else_is_left_alone(images: Path, tmp_path: P
     assert (tmp_path / "mnist-0" / "mine").exists()
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"mine": 1}'])
+def test_notes_that_are_something_else_are_left_alone(images: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "mnist-0.json").write_text(text)
+    with pytest.raises(DualstoreError, match=r"mnist-0\.json: expected "):
+        again("mnist", tmp_path, images)
+    assert (tmp_path / "mnist-0.json").read_text() == text
+
+
 def test_two_processes_do_not_do_the_same_run(images: Path, tmp_path: Path) -> None:
     lines = ("import fcntl, sys", "file = open(sys.argv[1], 'w')", "fcntl.lockf(file, fcntl.LOCK_EX)")
     code = "\n".join([*lines, "print('held', flush=True)", "sys.stdin.read()"])

@@ -164,6 +164,7 @@ def _transformer() -> Experiment:
 
     remarks = (
         "the paper describes both levels of retrieval and trains no transformer: size and training are ours",
+        "the projections of a block see the same input, so alpha is the same for all three; they differ in their errors",
         *_OF_LANGUAGE[:2],
     )
     return Experiment(name, settings, train, measure, reported=_PERPLEXITIES, remarks=remarks, runs=1)

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import dualstore
 from dualstore.errors import DualstoreError
 from dualstore.experiments.catalogue import COMPARISONS, EXPERIMENTS
 from dualstore.experiments.experiment import Experiment, Request, plain
 from dualstore.experiments.findings import Measured, Reproduction, Run, compare, join
+from dualstore.writer import write_whole
 
 __all__ = ["reproduce", "train"]
 
@@ -58,7 +60,7 @@ def reproduce(
         remarks=(*parts[0].remarks, *_scaled_remark(request)),
         reference=parts[0].reference,
     )
-    (folder / f"{name}.json").write_text(result.to_json())
+    write_whole(folder / f"{name}.json", result.to_json().encode())
     return result
 
 
@@ -88,8 +90,8 @@ def _alone(path: Path) -> Iterator[None]:
 def _run_alone(experiment: Experiment, path: Path, request: Request, progress: Progress, *, keep: bool) -> Run:
     settings = plain(experiment.settings(request))
     notes = path.with_name(f"{path.name}.json")
-    known = json.loads(notes.read_text()) if notes.exists() else {}
-    if known and known["settings"] != json.loads(json.dumps(settings)):
+    known = _known(notes)
+    if known and known.get("settings") != settings:
         raise DualstoreError(
             f"{notes}: expected a run with these settings, found one with others; choose another folder with --out, or remove it"
         )
@@ -100,14 +102,31 @@ def _run_alone(experiment: Experiment, path: Path, request: Request, progress: P
     cost = known.get("cost")
     if cost is None:
         shutil.rmtree(path, ignore_errors=True)
-        notes.write_text(json.dumps({"settings": settings, "cost": None}))
+        _note(notes, {"settings": settings, "cost": None})
         cost = train(experiment.name, path, request, progress)
-        notes.write_text(json.dumps({"settings": settings, "cost": cost}))
+        _note(notes, {"settings": settings, "cost": cost})
     run = _measured(experiment, path, request, cost)
-    notes.write_text(json.dumps({"settings": settings, "run": asdict(run)}, indent=1, ensure_ascii=False))
+    _note(notes, {"settings": settings, "run": asdict(run)})
     if not keep:
         shutil.rmtree(path)
     return run
+
+
+def _known(notes: Path) -> dict[str, Any]:
+    """What is noted of a run. Raises DualstoreError where that is something else."""
+    try:
+        found = json.loads(notes.read_text()) if notes.exists() else {}
+    except (OSError, ValueError) as error:
+        raise DualstoreError(f"{notes}: expected the notes of a run, found {error}; remove it, or choose another --out") from error
+    if not isinstance(found, dict):
+        raise DualstoreError(
+            f"{notes}: expected the notes of a run, found {type(found).__name__}; choose another folder with --out"
+        )
+    return found
+
+
+def _note(notes: Path, found: dict[str, Any]) -> None:
+    write_whole(notes, json.dumps(found, indent=1, ensure_ascii=False).encode())
 
 
 def _measured(experiment: Experiment, path: Path, request: Request, cost: dict[str, float]) -> Run:
