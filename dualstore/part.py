@@ -139,8 +139,8 @@ class PartWriter:
     ) -> None:
         """Adds n rows.
 
-        Scalar columns have n values; they are kept and must not change. Vectors are (n, width), of the column's type and
-        C-contiguous; where `kept`, (n,), is given, they have more rows, and these are taken.
+        Scalar columns have n values; they are kept and must not change. Vectors are (n, width), of the column's type; where
+        `kept`, (n,), is given, they have more rows, and these are taken.
         Raises OSError where the disk is full; the part can then still be rolled back and finished.
         """
         total = len(next(iter(scalars.values())))
@@ -241,7 +241,7 @@ class PartWriter:
 
     def _add(self, chunk: _Chunk, values: NDArray[Any], kept: NDArray[np.integer[Any]] | None) -> None:
         if chunk.run is None:
-            rows = values if kept is None else values.take(kept, 0)
+            rows = np.ascontiguousarray(values) if kept is None else values.take(kept, 0)
             self._write(rows, chunk.values_at + self._filled * chunk.column.row_bytes)
             self._see(chunk, rows)
         else:

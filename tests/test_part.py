@@ -243,6 +243,16 @@ def test_rows_kept_of_more_leave_the_same_bytes_as_these_rows_alone(
     assert (tmp_path / "kept.parquet").read_bytes() == (tmp_path / "alone.parquet").read_bytes()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_vectors_may_lie_in_memory_as_they_like(tmp_path: Path, way: str) -> None:
+    columns = columns_of("float64", 5)
+    made = rows_of(columns, 3 * GROUP_ROWS)
+    turned = {name: np.asfortranarray(values) for name, values in made.items()}
+    write_part(tmp_path / "columns.parquet", columns, turned, [GROUP_ROWS // 2, 2 * GROUP_ROWS], way=way)
+    write_part(tmp_path / "same.parquet", columns, made, [GROUP_ROWS // 2, 2 * GROUP_ROWS], way=way)
+    assert (tmp_path / "columns.parquet").read_bytes() == (tmp_path / "same.parquet").read_bytes()
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_a_part_without_rows_is_a_file_without_rows(tmp_path: Path, reader: str) -> None:
     columns = columns_of("float32", 5)
