@@ -8,7 +8,6 @@ Source: Huang et al. 2023 (arXiv 2308.09939), the Neural Stiffness Index.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -18,14 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dualstore.capture.layers import Chosen
+from dualstore.capture.layers import Chosen, no_match
 from dualstore.capture.names import Names
 from dualstore.errors import RecordError
 
 __all__ = ["Block", "BlockCall", "BlockWatch", "Norms", "find_blocks"]
-
-_SHOWN = 12
-"""Names that a message lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,21 +98,13 @@ def find_blocks(model: nn.Module, chosen: Chosen, branch: str | None) -> tuple[B
     modules = [(name, module) for name, module in model.named_modules() if name]
     for pattern in chosen or ():
         if not any(_is_chosen([pattern], name, module) for name, module in modules):
-            _refuse(pattern, [name for name, _ in modules])
+            raise no_match("blocks", pattern, "matches no module of the model", [name for name, _ in modules])
     found = [(name, module) for name, module in modules if _is_chosen(chosen or (), name, module)]
     return tuple(Block(number, name, module, _branch_of(name, module, branch)) for number, (name, module) in enumerate(found))
 
 
 def _is_chosen(chosen: Sequence[str | type], name: str, module: nn.Module) -> bool:
     return any(isinstance(module, one) if isinstance(one, type) else fnmatchcase(name, one) for one in chosen)
-
-
-def _refuse(pattern: str | type, names: Sequence[str]) -> None:
-    shown = pattern.__name__ if isinstance(pattern, type) else repr(pattern)
-    near = get_close_matches(pattern, names, 3, 0.5) if isinstance(pattern, str) else []
-    known = ", ".join(near or names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN and not near else "")
-    found = f"near are {known}" if near else f"there are {known or 'none'}"
-    raise RecordError(f"blocks: {shown} matches no module of the model; {found}")
 
 
 def _branch_of(name: str, module: nn.Module, branch: str | None) -> nn.Module | None:

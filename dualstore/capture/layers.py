@@ -22,7 +22,7 @@ from dualstore.capture.taps import ConvolutionTap, EmbeddingTap, LinearTap, Tap
 from dualstore.errors import RecordError
 from dualstore.schema import Layer, Place
 
-__all__ = ["Chosen", "Found", "Recorded", "find_layers"]
+__all__ = ["Chosen", "Found", "Recorded", "find_layers", "no_match"]
 
 Chosen = Sequence[str | type] | None
 """Names of layers or modules, with * and ?, and types of modules; None for all that can be recorded."""
@@ -128,11 +128,16 @@ def _chooses(chosen: Sequence[str | type], name: str, module: nn.Module, layer: 
 
 
 def _refuse(pattern: Any, layers: Sequence[str], modules: Sequence[str]) -> None:
-    shown = pattern.__name__ if isinstance(pattern, type) else repr(pattern)
-    near = get_close_matches(pattern, layers, 3, 0.5) if isinstance(pattern, str) else []
     what = "is no layer that can be recorded" if pattern in modules else "matches no layer of the model that can be recorded"
-    known = ", ".join(near or layers[:_SHOWN]) + (f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN and not near else "")
-    raise RecordError(f"layers: {shown} {what}; " + (f"near are {known}" if near else f"there are {known or 'none'}"))
+    raise no_match("layers", pattern, what, layers)
+
+
+def no_match(option: str, pattern: Any, what: str, names: Sequence[str]) -> RecordError:
+    """The error for a choice that names nothing: with the names that are near, or those that there are."""
+    shown = pattern.__name__ if isinstance(pattern, type) else repr(pattern)
+    near = get_close_matches(pattern, names, 3, 0.5) if isinstance(pattern, str) else []
+    known = ", ".join(near or names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN and not near else "")
+    return RecordError(f"{option}: {shown} {what}; " + (f"near are {known}" if near else f"there are {known or 'none'}"))
 
 
 class _Finder:
