@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["reproduce"]
 
+# The catalogue has them, too; to read it would bring torch.
 _EXPERIMENTS = ["mnist", "joint", "continual", "beta", "aesop", "wikitext", "transformer", "stiffness"]
 
 

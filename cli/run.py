@@ -18,6 +18,7 @@ from .output import print_result, print_table, progress_bar, progress_bars
 __all__ = ["demo", "train"]
 
 _DEMO = "dualstore demo"
+# The catalogue has them, too; to read it would bring torch.
 _EXPERIMENTS = ["mnist", "joint", "continual", "beta", "aesop", "wikitext", "transformer", "resnet", "senet", "stepnet"]
 _EXAMPLE = "SELECT sample_id, sum(alpha) AS total FROM attention GROUP BY ALL ORDER BY total DESC LIMIT 5"
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dualstore.errors import DualstoreError
 
-__all__ = ["ImageSet", "load_digits", "load_idx"]
+__all__ = ["ImageSet", "data_folder", "load_digits", "load_idx"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def load_idx(name: str, folder: Path | None = None) -> ImageSet:
 
     Raises DualstoreError where a file is missing or is not IDX.
     """
-    given = folder or (Path(os.environ["DUALSTORE_DATA"]) if os.environ.get("DUALSTORE_DATA") else None)
+    given = data_folder(folder)
     paths = {file: _download(name, file) if given is None else _find(name, file, given) for file in _HASHES[name]}
     arrays = [_read(path) for path in paths.values()]
     for (images, labels), split in zip((arrays[:2], arrays[2:]), ("training", "test"), strict=True):
@@ -63,6 +63,11 @@ def load_idx(name: str, folder: Path | None = None) -> ImageSet:
                 f"{name}: {split} files: expected images and as many labels, found {images.shape} and {labels.shape}"
             )
     return ImageSet(name, arrays[0], arrays[1].astype(np.int64), arrays[2], arrays[3].astype(np.int64))
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """Where data is looked for: the folder that is given, else $DUALSTORE_DATA; None without either."""
+    return given or (Path(os.environ["DUALSTORE_DATA"]) if os.environ.get("DUALSTORE_DATA") else None)
 
 
 def load_digits() -> ImageSet:

@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from dualstore.errors import QueryError
 from dualstore.experiments.passages import Match, retrieve
-from dualstore.experiments.texts import Corpus, text_of
+from dualstore.experiments.texts import Corpus, marked
 from dualstore.shapes import Float64
 from dualstore.store import Store
 
@@ -44,7 +44,7 @@ def levels(
     for head, row in enumerate(weights):
         order = np.lexsort((np.arange(len(row)), -row))[:top]
         attended += [
-            Attended(head, rank, int(place), float(row[place]), _marked(corpus, tokens, int(place), window))
+            Attended(head, rank, int(place), float(row[place]), marked(corpus, tokens, int(place), window))
             for rank, place in enumerate(order, 1)
         ]
     return attended, {name: retrieve(store, corpus, test_id, f"{block}.{name}", top=top, window=window) for name in PROJECTIONS}
@@ -71,8 +71,3 @@ def _outputs(store: Store, test_id: int, layer: str) -> Float64[ndarray, "n d"]:
     if not rows:
         raise QueryError(f"{store.path}: no test {test_id} at layer {layer!r}")
     return np.array([row["y"] for row in rows], np.float64)
-
-
-def _marked(corpus: Corpus, tokens: ndarray, place: int, window: int) -> str:
-    before, after = tokens[max(0, place - window) : place], tokens[place + 1 : place + 1 + window]
-    return corpus.glue.join([text_of(corpus, before), f"[[{corpus.vocabulary[tokens[place]]}]]", text_of(corpus, after)])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Finding", "Measured", "Published", "Reproduction", "Run", "compare", "join"]
+__all__ = ["Finding", "Measured", "Published", "Reproduction", "Rows", "Run", "compare", "join"]
 
 Rows = list[dict[str, Any]]
 

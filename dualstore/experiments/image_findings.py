@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dualstore.experiments.findings import Measured
+from dualstore.experiments.findings import Measured, Rows
 from dualstore.result import Result
 from dualstore.schema import Layer
 from dualstore.store import Store
@@ -21,7 +21,6 @@ ASKED_SIZES = 40
 """As many at the first layer, where totals are of |alpha| and every one is computed."""
 TOP = 20
 BETAS = [round(1 + 0.1 * tenth, 1) for tenth in range(11)]
-Rows = list[dict[str, Any]]
 
 
 def measure_mnist(store: Store) -> Measured:
@@ -41,10 +40,10 @@ def measure_mnist(store: Store) -> Measured:
 def measure_joint(store: Store) -> Measured:
     """How much of the attention of test examples of each task goes to patterns of the same one, layer by layer."""
     tasks = sorted(store.info_file.tasks, reverse=True)  # which one came first differs from run to run
-    accuracies = dict(_accuracies(store.evaluate({}), "{}"))
+    accuracies = _accuracies(store.evaluate({}))
     numbers = {f"{task} test accuracy": accuracies[task] for task in tasks}
     matches: Rows = []
-    asked = {task: _probes(store, task)[:ASKED] for task in tasks}
+    asked, truth = {task: _probes(store, task)[:ASKED] for task in tasks}, _labels(store)
     for layer in store.layers:
         for task, ids in asked.items():
             totals = store.totals(layer=layer.number, by="task", test_id=_some(ids, layer), paper=True)
@@ -52,7 +51,7 @@ def measure_joint(store: Store) -> Measured:
             top = store.query(layer=layer.number, test_id=ids, top=TOP)
             own = [row["task"] == task for row in top]
             numbers[f"layer {layer.number}, {task}: top {TOP} of its own task"] = sum(own) / max(1, len(own))
-            matches += _crossings(store, layer.number, task, ids)
+            matches += _crossings(store, layer.number, task, ids, truth)
     return Measured(numbers, {"best patterns of the other task, most frequent": matches})
 
 
@@ -87,7 +86,7 @@ def measure_continual(store: Store) -> Measured:
 def measure_beta(store: Store) -> Measured:
     """Accuracy on a forgotten task when its memories count more than once, with and without the initial weights."""
     first = store.info_file.tasks[0]
-    alone = dict(_accuracies(store.evaluate({}, at_step=_last_step_of(store, first)), "{}"))
+    alone = _accuracies(store.evaluate({}, at_step=_last_step_of(store, first)))
     numbers = {"first task alone": alone[first]}
     for with_initial, suffix in ((True, ", on W_0 too"), (False, "")):
         for row in store.evaluate({"task": {first: BETAS}}, with_initial=with_initial):
@@ -99,7 +98,7 @@ def measure_beta(store: Store) -> Measured:
 
 def _forgetting(store: Store, first: str, second: str) -> list[dict[str, float]]:
     """Accuracy of each task before the second, after it, and after it with its memories masked."""
-    before = dict(_accuracies(store.evaluate({}, at_step=_last_step_of(store, first)), "{}"))
+    before = _accuracies(store.evaluate({}, at_step=_last_step_of(store, first)))
     found: list[dict[str, float]] = [{}, {}]
     for row in store.evaluate({"task": {second: [1.0, 0.0]}}):
         found[next(iter(row.values())) == 0.0][row["task"]] = row["accuracy"]
@@ -128,8 +127,8 @@ def _labels(store: Store) -> dict[int, int]:
     return {row["test_id"]: row["label"] for row in store.sql(text)}
 
 
-def _accuracies(result: Result, name: str) -> list[tuple[str, float]]:
-    return [(name.format(row["task"]), row["accuracy"]) for row in result]
+def _accuracies(result: Result) -> dict[str, float]:
+    return {row["task"]: row["accuracy"] for row in result}
 
 
 def _own_share(totals: Result, task: str) -> float:
@@ -163,9 +162,8 @@ def _favourites(best: dict[int, tuple[str, int]], truth: dict[int, int]) -> Rows
     return rows
 
 
-def _crossings(store: Store, layer: int, task: str, ids: list[int]) -> Rows:
+def _crossings(store: Store, layer: int, task: str, ids: list[int], truth: dict[int, int]) -> Rows:
     """Which labels of the other task match those of a task best, and how often such a match is the best of all."""
-    truth = _labels(store)
     own = {row["test_id"]: row["alpha"] for row in store.query(layer=layer, test_id=ids, top=1, where=f"task = '{task}'")}
     best = store.query(layer=layer, test_id=ids, top=1, where=f"task <> '{task}'").to_dicts()
     pairs = Counter((truth[row["test_id"]], row["label"]) for row in best)

@@ -4,12 +4,11 @@ Claims are measured against two controls: a pattern taken at random, and those w
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from dualstore.experiments.attention import PROJECTIONS, levels
-from dualstore.experiments.findings import Measured
+from dualstore.experiments.findings import Measured, Rows
 from dualstore.experiments.passages import Match, agreement, retrieve, retrieve_by_total
-from dualstore.experiments.texts import Corpus, text_of
+from dualstore.experiments.texts import Corpus, marked
 from dualstore.store import Store
 
 __all__ = ["measure_language", "measure_transformer"]
@@ -25,7 +24,6 @@ _RANKINGS = {
     "smallest": f"{TOP} smallest",
     "random": "at random",
 }
-Rows = list[dict[str, Any]]
 
 
 def measure_language(store: Store, corpus: Corpus, section: str) -> Measured:
@@ -83,15 +81,15 @@ def _some_probes(store: Store, corpus: Corpus) -> list[int]:
 
 def _title(corpus: Corpus, test_id: int) -> str:
     passage = corpus.passages[test_id]
-    *context, following = passage.tokens.tolist()
-    text = corpus.glue.join([text_of(corpus, context[-20:-1]), f"[[{corpus.vocabulary[context[-1]]}]]"])
-    return f"passage {test_id} ({passage.source}, {passage.title}): {_one_line(text)} -> {_one_line(corpus.vocabulary[following])}"
+    text = _one_line(marked(corpus, passage.tokens[:-1], len(passage.tokens) - 2, 19))
+    following = _one_line(corpus.vocabulary[passage.tokens[-1]])
+    return f"passage {test_id} ({passage.source}, {passage.title}): {text} -> {following}"
 
 
 def _rows(column: str, name: str, matches: Sequence[Match]) -> Rows:
     return [
         {column: name, "rank": match.rank, "score": match.score, "visits": match.visits, "from": match.section,
-         "text": f"{_one_line(match.text)}"}
+         "text": _one_line(match.text)}
         for match in matches
     ]  # fmt: skip
 

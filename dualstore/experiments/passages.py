@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from dualstore.errors import QueryError
-from dualstore.experiments.texts import Corpus, text_of
+from dualstore.experiments.texts import Corpus, marked
 from dualstore.shapes import Float64, Int32, Int64
 from dualstore.store import Store
 
@@ -223,10 +223,8 @@ def _shown(corpus: Corpus, found: _Places, window: int) -> list[Match]:
 
 
 def _match(corpus: Corpus, rank: int, place: int, score: float, visits: int, window: int) -> Match:
-    before, after = corpus.tokens[max(0, place - window) : place], corpus.tokens[place + 1 : place + 1 + window]
-    parts = [text_of(corpus, before), f"[[{corpus.vocabulary[corpus.tokens[place]]}]]", text_of(corpus, after)]
     section, following = corpus.sections[corpus.section_of[place]], corpus.vocabulary[corpus.tokens[place + 1]]
-    return Match(rank, place, score, visits, section, following, corpus.glue.join(parts))
+    return Match(rank, place, score, visits, section, following, marked(corpus, corpus.tokens, place, window))
 
 
 def _mean(parts: Sequence[ndarray]) -> float:

@@ -1,6 +1,5 @@
 """The texts of the paper's language models: training streams in sections, and passages that are kept from training."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,10 +7,11 @@ from pathlib import Path
 import numpy as np
 from numpy import ndarray
 
+from dualstore.datasets import data_folder
 from dualstore.errors import DualstoreError
 from dualstore.shapes import Int32, Int64
 
-__all__ = ["Chunks", "Corpus", "Passage", "batches", "chunk_count", "load_aesop", "load_wikitext", "scaled", "text_of"]
+__all__ = ["Chunks", "Corpus", "Passage", "batches", "chunk_count", "load_aesop", "load_wikitext", "marked", "scaled", "text_of"]
 
 WINDOW = 101
 """Tokens of a passage: a context of 100 and what follows it."""
@@ -126,6 +126,12 @@ def text_of(corpus: Corpus, tokens: Sequence[int] | Int32[ndarray, " n"]) -> str
     return corpus.glue.join(corpus.vocabulary[token] for token in tokens)
 
 
+def marked(corpus: Corpus, tokens: Int32[ndarray, " n"], place: int, window: int) -> str:
+    """What the tokens around a place say, at most `window` on each side; the one at the place in [[ ]]."""
+    before, after = tokens[max(0, place - window) : place], tokens[place + 1 : place + 1 + window]
+    return corpus.glue.join([text_of(corpus, before), f"[[{corpus.vocabulary[tokens[place]]}]]", text_of(corpus, after)])
+
+
 def chunk_count(corpus: Corpus, length: int) -> int:
     """Whole chunks of the stream whose tokens all have one that follows."""
     return (len(corpus.tokens) - 1) // length
@@ -205,7 +211,7 @@ def _distinct(titles: Sequence[str]) -> list[str]:
 
 def _find(name: str, file: str, folder: Path | None) -> Path:
     """Like `datasets.load_idx`: in a folder or $DUALSTORE_DATA, there itself or in a folder named like the text."""
-    given = folder or (Path(os.environ["DUALSTORE_DATA"]) if os.environ.get("DUALSTORE_DATA") else None)
+    given = data_folder(folder)
     if given is None:
         raise DualstoreError(f"{name}: expected a folder with {file} or {name}/{file}, found none; give --data or $DUALSTORE_DATA")
     for path in (given / name / file, given / file):
