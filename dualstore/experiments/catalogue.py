@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dualstore.datasets import load_idx
 from dualstore.experiments import (
+    image_examples,
     image_findings,
     images,
     language,
@@ -27,7 +28,11 @@ __all__ = ["COMPARISONS", "EXPERIMENTS"]
 
 
 def _image_experiment(
-    name: str, measure: Callable[[Store], Measured], numbers: Mapping[str, Published], remarks: Sequence[str]
+    name: str,
+    measure: Callable[[Store], Measured],
+    numbers: Mapping[str, Published],
+    remarks: Sequence[str],
+    examples: Callable[[Store], list[image_examples.Example]] | None = None,
 ) -> Experiment:
     plan = images.PLANS[name]
 
@@ -51,7 +56,14 @@ def _image_experiment(
         }
 
     return Experiment(
-        name, settings, train, lambda store, *_: measure(store), numbers, remarks=tuple(remarks), reference=_IN_MEMORY
+        name,
+        settings,
+        train,
+        lambda store, *_: measure(store),
+        examples=examples,
+        published=numbers,
+        remarks=tuple(remarks),
+        reference=_IN_MEMORY,
     )
 
 
@@ -61,7 +73,7 @@ _COMMON = (
     "the paper keeps 40,053 training images of each set but does not say which; here the first ones",
 )
 _IMAGES = (
-    _image_experiment("mnist", image_findings.measure_mnist, published.MNIST, _COMMON),
+    _image_experiment("mnist", image_findings.measure_mnist, published.MNIST, _COMMON, image_examples.mnist_examples),
     _image_experiment(
         "joint",
         image_findings.measure_joint,
@@ -71,6 +83,7 @@ _IMAGES = (
             "the paper shows examples and no numbers; shares of attention are means over the first "
             f"{image_findings.ASKED} test images of each set, at the first layer of {image_findings.ASKED_SIZES}",
         ),
+        image_examples.joint_examples,
     ),
     _image_experiment(
         "continual",
@@ -81,6 +94,7 @@ _IMAGES = (
             f"of misclassified test images the first {2 * image_findings.ASKED} are looked at, at the first layer "
             f"{image_findings.ASKED_SIZES}",
         ),
+        image_examples.continual_examples,
     ),
     _image_experiment(
         "beta",

@@ -8,6 +8,7 @@ from typing import Any
 
 from dualstore.errors import DualstoreError
 from dualstore.experiments.findings import Measured, Published
+from dualstore.experiments.image_examples import Example
 from dualstore.store import Store
 
 __all__ = ["Experiment", "Progress", "Request", "changed", "plain"]
@@ -41,6 +42,8 @@ class Experiment:
     train: Callable[[Path, Any, Request, Progress], dict[str, float]]
     """Records a store at a path; returns what only training knows, by name."""
     measure: Callable[[Store, Any, Request], Measured]
+    examples: Callable[[Store], list[Example]] | None = None
+    """Test images to be drawn with what they retrieve."""
     published: Mapping[str, Published] = field(default_factory=dict)
     reported: tuple[str, ...] = ()
     """What training knows and the store does not, that is shown with what was measured."""

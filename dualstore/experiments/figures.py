@@ -1,5 +1,6 @@
 """Figures of what was reproduced, beside what was published."""
 
+import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -7,11 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualstore.errors import DualstoreWarning
 from dualstore.experiments.findings import Finding, Reproduction
+from dualstore.experiments.image_examples import BEST, Example, Match, Retrieval
 from dualstore.experiments.residual_findings import DEPTH, OVER_M, OVER_TRAINING
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_examples"]
 
 _Panel = tuple[str, float, Callable[[Any], None]]
 """A title, a height in inches, and what draws on a matplotlib Axes."""
@@ -19,22 +23,80 @@ _TALL = 3.2
 
 
 def draw(found: Reproduction, folder: Path) -> list[Path]:
-    """Draws an experiment's figures as PNG into a folder; warns and draws none without matplotlib (the extra `report`)."""
-    try:
-        from matplotlib.figure import Figure  # optional
-    except ImportError:
-        warnings.warn("figures need matplotlib; install it with: pip install 'dualstore[report]'", DualstoreWarning, stacklevel=2)
-        return []
+    """Draws an experiment's figure as PNG into a folder; returns it and those that its runs left there.
+
+    Warns and draws none without matplotlib (the extra `report`).
+    """
     panels = {"beta": _curves, "stiffness": _stiffness}.get(found.experiment, _bars)(found)
     heights = [height for _, height, _ in panels]
-    figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
+    figure = _figure(7.5, sum(heights))
+    if figure is None:
+        return []
     rows = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, (title, _, draw_one) in zip(rows, panels, strict=True):
         draw_one(axes)
         axes.set_title(title, loc="left", fontsize=10)
     path = folder / f"{found.experiment}.png"
     figure.savefig(path, dpi=130)
-    return [path]
+    left = (folder / f"{name}-{run.seed}.png" for name in found.settings for run in found.runs)
+    return [path, *(one for one in left if one.exists())]
+
+
+def draw_examples(examples: Sequence[Example], path: Path) -> None:
+    """Draws test images and what they retrieve as a PNG; as `draw` without matplotlib."""
+    figure = _figure(11.0, sum(1.5 * len(example.retrievals) + 0.4 for example in examples)) if examples else None
+    if figure is None:
+        return
+    parts = figure.subfigures(len(examples), squeeze=False)[:, 0]
+    for part, example in zip(parts, examples, strict=True):
+        task, label = example.group
+        part.suptitle(f"test image {example.test_id}: {task} {label}, predicted {example.predicted}", fontsize=10)
+        columns = part.subplots(len(example.retrievals), BEST + 3, squeeze=False, width_ratios=[*[1] * (BEST + 1), 3, 3])
+        for row, retrieval in zip(columns, example.retrievals, strict=True):
+            _draw_retrieval(row, example, retrieval)
+    figure.savefig(path, dpi=130)
+
+
+def _figure(width: float, height: float) -> Any:
+    """Of so many inches; warns and returns None without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # optional
+    except ImportError:
+        warnings.warn("figures need matplotlib; install it with: pip install 'dualstore[report]'", DualstoreWarning, stacklevel=3)
+        return None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _draw_retrieval(row: Any, example: Example, retrieval: Retrieval) -> None:
+    """The test image, its best training images, the largest alpha of each class, and the class totals."""
+    first, *matches, curves, bars = row
+    first.imshow(example.pixels, cmap="gray")
+    first.set_title(f"layer {retrieval.layer}", fontsize=8)
+    for axes, match in zip(matches, retrieval.best, strict=False):
+        _draw_match(axes, match)
+    for axes in (first, *matches):
+        axes.set_axis_off()
+    tasks = list(dict.fromkeys(task for task, _ in retrieval.totals))
+    for place, (group, total) in enumerate(retrieval.totals.items()):
+        color, alphas = f"C{tasks.index(group[0])}", retrieval.largest.get(group, np.empty(0))
+        curves.plot(place + 0.9 * np.arange(len(alphas)) / max(1, len(alphas)), alphas, color=color)
+        bars.bar(place, total, color=color)
+    for number, task in enumerate(tasks):
+        curves.plot([], [], color=f"C{number}", label=task)
+    curves.legend(fontsize=6)
+    curves.set_title("largest alpha of each class", fontsize=8)
+    bars.set_title("totals" + (" of |alpha|" if retrieval.layer == 0 else " of alpha"), fontsize=8)
+    for axes, shift in ((curves, 0.45), (bars, 0.0)):
+        axes.set_xticks(shift + np.arange(len(retrieval.totals)), [label for _, label in retrieval.totals], fontsize=6)
+        axes.tick_params(axis="y", labelsize=6)
+
+
+def _draw_match(axes: Any, match: Match) -> None:
+    from matplotlib.image import imread  # optional
+
+    axes.imshow(imread(io.BytesIO(match.png)), cmap="gray")
+    task, label = match.group
+    axes.set_title(f"{task} {label}: {match.alpha:.4g}", fontsize=7)
 
 
 def _bars(found: Reproduction) -> list[_Panel]:

@@ -17,6 +17,7 @@ import dualstore
 from dualstore.errors import DualstoreError
 from dualstore.experiments.catalogue import COMPARISONS, EXPERIMENTS
 from dualstore.experiments.experiment import Experiment, Request, plain
+from dualstore.experiments.figures import draw_examples
 from dualstore.experiments.findings import Measured, Reproduction, Run, compare, join
 from dualstore.writer import write_whole
 
@@ -106,6 +107,8 @@ def _run_alone(experiment: Experiment, path: Path, request: Request, progress: P
         cost = train(experiment.name, path, request, progress)
         _note(notes, {"settings": settings, "cost": cost})
     run = _measured(experiment, path, request, cost)
+    if experiment.examples:
+        draw_examples(experiment.examples(dualstore.open(path)), path.with_name(f"{path.name}.png"))
     _note(notes, {"settings": settings, "run": asdict(run)})
     if not keep:
         shutil.rmtree(path)
