@@ -302,7 +302,7 @@ def test_the_transformer_is_reproduced_with_both_levels(texts: Path, tmp_path: P
     shown = call(*words).stdout
     for level in ("context, head 3", "training, W_Q", "training, W_K", "training, W_V"):
         assert level in shown
-    assert "blocks.1.self_attn.v, same fable: top 3 by attention" in shown
+    assert "blocks.1.self_attn.{q,k,v}, same fable: top 3 by attention" in shown
 
 
 def test_residual_networks_are_compared(images: Path, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def _language_experiment(
             f"{default.steps:,} steps of {default.batch_size} streams by default where the paper has {default.paper_steps:,} of "
             f"{default.paper_batch_size}; --full does them all",
             *_OF_LANGUAGE,
-            *((_WIKITEXT,) if name == "wikitext" else ()),
+            _WIKITEXT if name == "wikitext" else _FABLES,
         ),
         reference=reference,
         runs=1,
@@ -154,6 +154,7 @@ _OF_LANGUAGE = (
     "test passages are the ends of long sections, which are not trained on",
     f"totals over visits are taken for {language_findings.TOTALS} passages, each takes a pass over all keys",
 )
+_FABLES = "a passage of a fable is its last 101 characters: many of them ask at the full stop before a closing quotation mark"
 _WIKITEXT = (
     "WikiText-2's text for training is not used: trained on its test.txt, asked with passages of it that are not trained on and "
     "with passages of valid.txt, whose articles are others: these count for next tokens only"
@@ -180,6 +181,7 @@ def _transformer() -> Experiment:
         "the paper describes both levels of retrieval and trains no transformer: size and training are ours",
         "the projections of a block see the same input, so alpha is the same for all three; they differ in their errors",
         *_OF_LANGUAGE[:2],
+        _FABLES,
     )
     return Experiment(name, settings, train, measure, reported=_PERPLEXITIES, remarks=remarks, runs=1)
 

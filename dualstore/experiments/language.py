@@ -56,13 +56,13 @@ class Settings:
 
 
 AESOP = Settings(
-    234, 5_000, 64, 64, 100, lr=1e-3, weight_decay=1e-7, clip=1.0, embedding=64, projection=1024, hidden=1024, dropout=0.0
+    500, 5_000, 16, 64, 100, lr=1e-3, weight_decay=1e-7, clip=1.0, embedding=64, projection=1024, hidden=1024, dropout=0.0
 )
-"""By character; model and optimiser are the paper's."""
+"""By character; model and optimiser are the paper's. In the same time, more steps of fewer streams bring it further."""
 WIKITEXT = Settings(
     1000, 10_000, 16, 128, 100, lr=3e-3, weight_decay=1e-7, clip=0.3, embedding=200, projection=None, hidden=200, dropout=0.5
 )
-"""By word; model and optimiser are the paper's. In the same time, more steps of fewer streams bring it further."""
+"""By word; as above."""
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,10 @@ def measure_language(store: Store, corpus: Corpus, section: str) -> Measured:
 
 
 def measure_transformer(store: Store, corpus: Corpus, blocks: Sequence[str], heads: int) -> Measured:
-    """Of each projection the rates of `measure_language`; and for some passages both levels of retrieval side by side."""
+    """Of each block the rates of `measure_language`; and for some passages both levels of retrieval side by side."""
     found = Measured({})
-    for block in blocks:
-        for name in PROJECTIONS:
-            _add_rates(found, store, corpus, f"{block}.{name}", "fable", 0)
+    for block in blocks:  # its projections have the same keys and queries, so one stands for all
+        _add_rates(found, store, corpus, f"{block}.{PROJECTIONS[0]}", "fable", 0, shown=f"{block}.{{{','.join(PROJECTIONS)}}}")
     for test_id in _some_probes(store, corpus):
         for block in blocks:
             attended, retrieved = levels(store, corpus, test_id, block, heads, top=TOP)
@@ -59,15 +58,18 @@ def measure_transformer(store: Store, corpus: Corpus, blocks: Sequence[str], hea
     return found
 
 
-def _add_rates(found: Measured, store: Store, corpus: Corpus, layer: str, section: str, totals: int) -> None:
-    rates = agreement(store, corpus, layer, top=TOP, totals=totals)
+def _add_rates(
+    found: Measured, store: Store, corpus: Corpus, layer: str, section: str, totals: int, shown: str | None = None
+) -> None:
+    """Of a layer, under a name."""
+    rates, name = agreement(store, corpus, layer, top=TOP, totals=totals), shown or layer
     for kind, what in (("section", f"same {section}"), ("next", "same next token"), ("predicted", "predicted next token")):
-        for ranking, shown in _RANKINGS.items():
+        for ranking, words in _RANKINGS.items():
             if rates[ranking] is not None:
-                found.numbers[f"{layer}, {what}: {shown}"] = rates[ranking][kind]
-    name = f"{layer}, same {section}: {_RANKINGS['best']} over random, times"
-    found.numbers[name] = rates["best"]["section"] / rates["random"]["section"] if rates["random"]["section"] else float("nan")
-    found.plain.append(name)
+                found.numbers[f"{name}, {what}: {words}"] = rates[ranking][kind]
+    over = f"{name}, same {section}: {_RANKINGS['best']} over random, times"
+    found.numbers[over] = rates["best"]["section"] / rates["random"]["section"] if rates["random"]["section"] else float("nan")
+    found.plain.append(over)
 
 
 def _some_probes(store: Store, corpus: Corpus) -> list[int]:
