@@ -170,6 +170,23 @@ def test_notes_that_are_something_else_are_left_alone(images: Path, tmp_path: Pa
     assert (tmp_path / "mnist-0.json").read_text() == text
 
 
+@pytest.mark.parametrize("run", ["[]", "null", "{}", '{"seed": 0}', '{"seed": 0, "measured": {"a": 1}, "cost": {}}'])
+def test_numbers_of_a_run_that_are_something_else_are_refused(images: Path, tmp_path: Path, run: str) -> None:
+    again("mnist", tmp_path, images, keep=False)
+    note = tmp_path / "mnist-0.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"run": json.loads(run)}))
+    with pytest.raises(DualstoreError, match=r"mnist-0\.json: expected the numbers of a run, found something else .*; remove it"):
+        again("mnist", tmp_path, images)
+
+
+@pytest.mark.parametrize("cost", [{"train_s": 1.0}, "much", None])
+def test_a_store_that_is_gone_before_it_was_measured_is_trained_again(images: Path, tmp_path: Path, cost: Any) -> None:
+    before = again("mnist", tmp_path, images, keep=False)
+    note = tmp_path / "mnist-0.json"
+    note.write_text(json.dumps({"settings": json.loads(note.read_text())["settings"], "cost": cost}))
+    assert again("mnist", tmp_path, images).runs[0].measured == before.runs[0].measured
+
+
 def test_two_processes_do_not_do_the_same_run(images: Path, tmp_path: Path) -> None:
     lines = ("import fcntl, sys", "file = open(sys.argv[1], 'w')", "fcntl.lockf(file, fcntl.LOCK_EX)")
     code = "\n".join([*lines, "print('held', flush=True)", "sys.stdin.read()"])

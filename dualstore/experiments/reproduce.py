@@ -97,11 +97,11 @@ def _run_alone(experiment: Experiment, path: Path, request: Request, progress: P
             f"{notes}: expected a run with these settings, found one with others; choose another folder with --out, or remove it"
         )
     if "run" in known:
-        return Run.from_dict(known["run"])
+        return _noted(notes, known["run"])
     if path.exists() and not known:
         raise DualstoreError(f"{path}: expected a store that an earlier reproduction made, found another; choose another --out")
     cost = known.get("cost")
-    if cost is None:
+    if not isinstance(cost, dict) or not path.exists():
         shutil.rmtree(path, ignore_errors=True)
         _note(notes, {"settings": settings, "cost": None})
         cost = train(experiment.name, path, request, progress)
@@ -126,6 +126,14 @@ def _known(notes: Path) -> dict[str, Any]:
             f"{notes}: expected the notes of a run, found {type(found).__name__}; choose another folder with --out"
         )
     return found
+
+
+def _noted(notes: Path, found: Any) -> Run:
+    """The run that is noted. Raises DualstoreError where that is something else."""
+    try:
+        return Run.from_dict(found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DualstoreError(f"{notes}: expected the numbers of a run, found something else ({error!r}); remove it") from error
 
 
 def _note(notes: Path, found: dict[str, Any]) -> None:
