@@ -20,6 +20,8 @@ __all__ = ["draw", "draw_examples"]
 _Panel = tuple[str, float, Callable[[Any], None]]
 """A title, a height in inches, and what draws on a matplotlib Axes."""
 _TALL = 3.2
+_WIDE = 25
+"""From so many % on, bars are drawn on an axis of 100."""
 
 
 def draw(found: Reproduction, folder: Path) -> list[Path]:
@@ -113,14 +115,16 @@ def _draw_bars(axes: Any, *, findings: Sequence[Finding]) -> None:
     names = [finding.name.split(":")[-1].strip() for finding in findings]
     places = list(range(len(findings)))[::-1]
     ours = [100 * finding.mean for finding in findings]
-    axes.barh([place + 0.2 for place in places], ours, 0.38, xerr=[100 * (f.std or 0) for f in findings], label="ours")
     theirs = [(place, finding.paper) for place, finding in zip(places, findings, strict=True) if finding.paper]
+    shift = 0.2 if theirs else 0.0
+    axes.barh([place + shift for place in places], ours, 0.38, xerr=[100 * (f.std or 0) for f in findings], label="ours")
     if theirs:
         axes.barh([place - 0.2 for place, _ in theirs], [100 * paper.mean for _, paper in theirs], 0.38,
                   xerr=[100 * (paper.std or 0) for _, paper in theirs], label="paper")  # fmt: skip
         axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     axes.set_yticks(places, names, fontsize=8)
-    axes.set_xlim(0, 100)
+    axes.set_xlim(0, 100 if max(ours) > _WIDE else None)  # rates of few % would not show
+    axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel("%", fontsize=8)
 
 
