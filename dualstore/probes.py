@@ -44,10 +44,9 @@ class Queries:
         title = f"{pool} over {self.title}"
         return Queries(vector[None].astype(self.vectors.dtype), None, self.names[:1], title, tokens=self.tokens)
 
-    def one(self, number: int) -> "Queries":
-        """One of the queries by itself."""
-        some = slice(number, number + 1)
-        return replace(self, vectors=self.vectors[some], names=self.names[some])
+    def some(self, numbers: Sequence[int]) -> "Queries":
+        """Some of the queries by themselves."""
+        return replace(self, vectors=self.vectors[list(numbers)], names=self.names[list(numbers)])
 
     def named(self, number: int) -> str:
         """How a note calls one of the queries: " of test 3"; nothing for a single vector."""

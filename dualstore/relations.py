@@ -39,7 +39,7 @@ class _Attention:
     def _batches(self) -> Iterable[pa.RecordBatch]:
         select = Selector(self._store.labelling, None, None, self._until)
         try:
-            for table in attention(self._store, self._layer, self._queries, select, score=self._score):
+            for _, table in attention(self._store, self._layer, self._queries, select, score=self._score):
                 yield from table.cast(self._schema).to_batches()
         except DualstoreError as error:
             self.error = error

@@ -31,6 +31,8 @@ _OF_CELLS = (("label", "task"), ("epoch", "label", "task"), ("step", "epoch", "l
 """Columns that rows of a cell share, or that its steps have; the fewest that a question is written in are used."""
 _ROWS_PER_STEP = 4
 """Steps of cells are looked at one by one where their rows are so many times more."""
+_HELD_BYTES = 32 << 20
+"""So many bytes of the budget allow one query in a pass: half of them is what `Alphas` may hold."""
 
 
 def attention(
@@ -40,25 +42,26 @@ def attention(
     select: Select,
     explain: Explain | None = None,
     score: Score | Traced | None = None,
-) -> Iterator[pa.Table]:
-    """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log.
+) -> Iterator[tuple[int, pa.Table]]:
+    """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log; and its score, if given.
 
-    For a single query, and its score, if one is given. All have the same bits as in a ranking.
+    With several queries so many of these for each piece of the log, each with the number of its query. All have the same bits
+    as in a ranking. Held beside a piece: what `Alphas` holds, for each query.
     """
-    index, query = store.index(layer, queries.tokens), queries.vectors[0]
-    alphas = Alphas(index, query)
-    row_bytes = query.nbytes if score is None else query.nbytes + 2 * layer.d_out * query.itemsize
+    index, width = store.index(layer, queries.tokens), queries.vectors[:1].nbytes
+    alphas = [Alphas(index, query) for query in queries.vectors]
+    scores = [None if score is None else score.some([number]) for number in range(len(alphas))]
+    row_bytes = width if score is None else width + 2 * layer.d_out * queries.vectors.itemsize
     block_rows = max(64, store.options.budget_bytes // 8 // row_bytes)
     for piece in pieces(index.log, select, block_rows, errors=score is not None):
         rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
-        alpha = alphas.of(piece)
-        rows = rows.append_column("alpha", pa.array(alpha))
-        if score is not None:
-            rows = rows.append_column(score.name, pa.array(score.of(piece, alpha)))
-        yield rows
+        for number, (each, scored) in enumerate(zip(alphas, scores, strict=True)):
+            alpha = each.of(piece)
+            found = rows.append_column("alpha", pa.array(alpha))
+            yield number, found if scored is None else found.append_column(scored.name, pa.array(scored.of(piece, alpha)))
     if explain is not None:
-        explain.rows_read += alphas.keys_read
-        explain.index_bytes += alphas.index_bytes
+        explain.rows_read += sum(each.keys_read for each in alphas)
+        explain.index_bytes += sum(each.index_bytes for each in alphas)
 
 
 def sum_groups(
@@ -118,12 +121,14 @@ def sum_groups(
                 for index, number in enumerate(queries.names):
                     each = rows.append_column("alpha", pa.array(alphas[taken, index]))
                     sums.add(_named(_rated(each, rates[0], sampled), name, number), counts)
+    at_once = max(1, store.options.budget_bytes // _HELD_BYTES)
     with explain.phase("scan"):
         for (layer, queries), valued, rate in zip(asked, scores, rates, strict=True):
-            for index, number in enumerate(queries.names):
-                score_of = None if valued is None else valued.one(index)
-                for rows in attention(store, layer, queries.one(index), rest, explain, score_of):
-                    sums.add(_named(_rated(rows, rate, sampled), name, number))
+            for first in range(0, len(queries.names), at_once):
+                some = range(first, min(first + at_once, len(queries.names)))
+                score_of = None if valued is None else valued.some(some)
+                for index, rows in attention(store, layer, queries.some(some), rest, explain, score_of):
+                    sums.add(_named(_rated(rows, rate, sampled), name, queries.names[some[index]]))
     with explain.phase("group"):
         table = sums.result(name)
     total = f"|{measure}|" if absolute else measure

@@ -12,7 +12,7 @@ import pytest
 from numpy import ndarray
 
 import dualstore
-from dualstore import repeats
+from dualstore import repeats, totals
 from dualstore.store import Store
 from tests.reference import Rows, write_store
 
@@ -70,6 +70,27 @@ def test_keys_that_come_again_are_read_once(tmp_path: Path, by: str, where: str 
     assert found.explain.rows_read <= 200  # of 540
     assert_same(answers(store, QUERY, by, where, True), expected)
     assert store.sql(sql, layer=1, x=QUERY).to_dicts() == alphas  # the very bits
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 28])
+def test_several_queries_have_alphas_of_their_own(tmp_path: Path, budget: int) -> None:
+    store = store_of(tmp_path / "store", visits(90, 6, 0), flush_every=4)
+    store.build_index()
+    store = dualstore.open(store.path, budget_bytes=budget)
+    queries = np.stack([QUERY, -QUERY, QUERY[::-1]])
+    found = store.totals(queries, layer=1, by="sample_id").to_dicts()
+    for number, query in enumerate(queries):
+        alone = store.totals(query, layer=1, by="sample_id").to_dicts()
+        assert [{"query": number, **row} for row in alone] == [row for row in found if row["query"] == number]
+
+
+def test_the_log_is_passed_once_for_several_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(tmp_path / "store", visits(90, 6, 0), flush_every=4)
+    passes = []
+    whole = totals.pieces
+    monkeypatch.setattr(totals, "pieces", lambda *args, **named: passes.append(args) or whole(*args, **named))
+    store.totals(np.stack([QUERY] * 8), layer=1, by="sample_id")
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize("change", ["earlier part", "own part", "damaged", "gone"])

@@ -208,6 +208,21 @@ def test_several_queries_have_outputs_and_gradients_of_their_own(run: Run) -> No
     np.testing.assert_allclose([row["total"] for row in given], [row["total"] for row in probed], rtol=1e-11)
 
 
+@pytest.mark.parametrize("budget", [1 << 20, 70 << 20, 256 << 20])
+@pytest.mark.parametrize("asked", [{}, {"absolute": True}, {"score": "influence"}, {"score": "contribution", "output": "label"}])
+@pytest.mark.parametrize("by", ["label", "sample_id", "alpha > 0, label"])
+def test_totals_of_several_queries_are_those_of_each(run: Run, by: str, asked: dict[str, Any], budget: int) -> None:
+    """In one pass, in two, or in one each."""
+    store = dualstore.open(run.store.path, budget_bytes=budget)
+    together = store.totals(test_id=[4, 2, 7], layer=1, by=by, **asked).to_dicts()
+    for test in (4, 2, 7):
+        alone = store.totals(test_id=test, layer=1, by=by, **asked).to_dicts()
+        assert [
+            {name: value for name, value in row.items() if name != "test_id"} for row in together if row["test_id"] == test
+        ] == alone
+    assert {row["test_id"] for row in together} == {2, 4, 7}
+
+
 @pytest.mark.parametrize("pool", ["mean", "sum"])
 @pytest.mark.parametrize("score", ["attention", "contribution", "influence"])
 @pytest.mark.parametrize("step", [5, None])

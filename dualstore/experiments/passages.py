@@ -26,10 +26,6 @@ _PROBES = (
     "QUALIFY row_number() OVER (PARTITION BY test_id ORDER BY step DESC, position DESC) = 1 ORDER BY test_id"
 )
 """The last token of each."""
-_TOTALS = (
-    "SELECT sample_id, position, label, fsum(alpha) AS score, count(*) AS visits FROM attention GROUP BY ALL "
-    "ORDER BY score DESC, sample_id, position LIMIT {}"
-)
 
 
 @dataclass(frozen=True)
@@ -100,14 +96,14 @@ def retrieve_by_total(
     store: Store, corpus: Corpus, test_id: int, layer: int | str = "lstm.l0", *, top: int = 3, window: int = 20
 ) -> list[Match]:
     """The places with the largest sum of alpha over all visits."""
-    return _shown(corpus, _best_total(store, corpus, test_id, layer, top, _visits(store, layer)), window)
+    return _shown(corpus, _best_totals(store, corpus, [test_id], layer, top, _visits(store, layer))[0], window)
 
 
 def agreement(store: Store, corpus: Corpus, layer: int | str = "lstm.l0", *, top: int = 3, totals: int = 16) -> dict[str, Any]:
     """How often retrieved places are of the passage's section, and are followed by its next token, over all probed passages.
 
-    Ranked by the best alpha (`best`), by the total of all visits (`total`, for `totals` evenly spaced passages only, for each
-    takes a pass over all keys; None for 0), by the smallest alpha (`smallest`), and what a pattern taken at random gives on
+    Ranked by the best alpha (`best`), by the total of all visits (`total`, for `totals` evenly spaced passages only, as each is
+    multiplied with all keys; None for 0), by the smallest alpha (`smallest`), and what a pattern taken at random gives on
     average (`random`). Each has the number of `passages` and of those whose section is `known`, the rate of places of the same
     `section` over these, and over all the rates of places that the true `next` token and the `predicted` one follow.
 
@@ -124,7 +120,7 @@ def agreement(store: Store, corpus: Corpus, layer: int | str = "lstm.l0", *, top
         np.array([probe["predicted"] for probe in probes]),
     )
     some = np.unique(np.linspace(0, len(ids) - 1, min(totals, len(ids))).astype(np.int64))
-    by_total = [_best_total(store, corpus, ids[number], layer, top, visits) for number in some]
+    by_total = _best_totals(store, corpus, [ids[number] for number in some], layer, top, visits)
     return {
         "top": top,
         "best": asked.rates(corpus, _best(store, corpus, ids, layer, top, visits)),
@@ -203,9 +199,14 @@ def _folded(places: Int64[ndarray, " r"], scores: Float64[ndarray, " r"], top: i
     return _Places(distinct[order], scores[firsts[order]], counts[order])
 
 
-def _best_total(store: Store, corpus: Corpus, test_id: int, layer: int | str, top: int, visits: _Visits) -> _Places:
-    rows = store.sql(_TOTALS.format(int(top)), layer=layer, test_id=test_id).to_arrow()
-    return _Places(_places(corpus, rows, visits), rows.column("score").to_numpy(), rows.column("visits").to_numpy())
+def _best_totals(store: Store, corpus: Corpus, ids: Sequence[int], layer: int | str, top: int, visits: _Visits) -> list[_Places]:
+    """By the sum of alpha, for each passage."""
+    if not ids:
+        return []
+    rows = store.totals(layer=layer, test_id=[*ids], by="sample_id, position, label").to_arrow()  # the largest of each first
+    whose = np.full(rows.num_rows, ids[0]) if len(ids) == 1 else rows.column("test_id").to_numpy()
+    best = [rows.take(np.flatnonzero(whose == number)[:top]) for number in ids]
+    return [_Places(_places(corpus, one, visits), one.column("total").to_numpy(), one.column("count").to_numpy()) for one in best]
 
 
 def _places(corpus: Corpus, rows: Any, visits: _Visits) -> Int64[ndarray, " r"]:
