@@ -16,7 +16,7 @@ class Explain:
     key_bytes: int
     """Size of one key."""
     rows: int
-    """Patterns of the layer, times the queries that were asked one by one."""
+    """Patterns of the layer, times the passes that a scan takes."""
     index_bytes: int = 0
     rows_read: int = 0
     """Keys read from the log."""

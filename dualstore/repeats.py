@@ -3,7 +3,7 @@
 The index notes for each row of a part in which keys come again the first row of the log whose key has the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from dualstore.index import LayerIndex, values
 from dualstore.kernels import exact_dots
 from dualstore.log import Group, Log
 from dualstore.rows import Select
-from dualstore.scan import Piece, pieces
+from dualstore.scan import Piece, computed, pieces
 from dualstore.shapes import Bool, Float, Float64, Int32, Int64
 
 __all__ = ["Alphas", "Repeats", "build_repeats", "gather_repeats"]
@@ -145,44 +145,55 @@ class _Finder:
 
 
 class Alphas:
-    """Alpha of one query at the rows of pieces, in the order of the log; keys that are known to come again are read once.
+    """Alphas of some queries at the rows of pieces: the bits of `exact_dots`; keys that are known to come again are read once.
 
-    Held: row and alpha of each key that comes again.
+    Held: row and alphas of each key that comes again.
     """
 
-    def __init__(self, index: LayerIndex, query: Float[ndarray, " d"]) -> None:
-        self._index, self._query = index, query
+    def __init__(self, index: LayerIndex, queries: Float[ndarray, "m d"]) -> None:
+        self._index, self._queries = index, queries
         self._starts = {part.path: start for part, start, _ in index.log.by_part()}
         self._rows: Int64[ndarray, " u"] = np.zeros(0, np.int64)
-        self._alphas: Float64[ndarray, " u"] = np.zeros(0)
+        self._alphas: Float64[ndarray, "m u"] = np.zeros((len(queries), 0))
         self.keys_read = self.index_bytes = 0
 
-    def of(self, piece: Piece) -> Float64[ndarray, " s"]:
-        """Alpha of the selected rows of a piece: the bits of `exact_dots`."""
-        table = self._index.table(piece.group.part, KIND, SCHEMA)
-        if table is None:
-            self.keys_read += len(piece.local)
-            return exact_dots(piece.selected_keys(slice(None)), self._query)
+    def over(self, found: Iterable[Piece], threads: int) -> Iterator[tuple[Piece, Float64[ndarray, "m s"]]]:
+        """Each piece with the alphas of its selected rows, in the order of the log."""
+        for piece, alphas in computed(found, self._at_once, threads):
+            self.keys_read += 0 if alphas is None else len(piece.local)
+            yield piece, self._with_repeats(piece) if alphas is None else alphas
+
+    def _at_once(self, piece: Piece) -> Float64[ndarray, "m s"] | None:
+        """None where keys come again. Done by several threads."""
+        return None if self._noted(piece) else self._products(piece.selected_keys(slice(None)))
+
+    def _noted(self, piece: Piece) -> pa.Table | None:
+        return self._index.table(piece.group.part, KIND, SCHEMA)
+
+    def _products(self, keys: ndarray) -> Float64[ndarray, "m n"]:
+        return np.stack([exact_dots(keys, query) for query in self._queries])
+
+    def _with_repeats(self, piece: Piece) -> Float64[ndarray, "m s"]:
         start = self._starts[piece.group.part.path]
         numbers = piece.group.first + piece.local
-        firsts = values(table, "first")[numbers - start]
+        firsts = values(self._noted(piece), "first")[numbers - start]
         self.index_bytes += firsts.nbytes
         again = firsts != numbers
-        alphas = np.empty(len(numbers))
+        alphas = np.empty((len(self._queries), len(numbers)))
         single = np.flatnonzero(~again)
         self.keys_read += len(single)
-        alphas[single] = exact_dots(piece.selected_keys(single), self._query)
-        alphas[again] = self._of_firsts(firsts[again])
+        alphas[:, single] = self._products(piece.selected_keys(single))
+        alphas[:, again] = self._of_firsts(firsts[again])
         return alphas
 
-    def _of_firsts(self, firsts: Int64[ndarray, " n"]) -> Float64[ndarray, " n"]:
+    def _of_firsts(self, firsts: Int64[ndarray, " n"]) -> Float64[ndarray, "m n"]:
         new = np.unique(firsts[~_known(self._rows, firsts)])
         if len(new):
             self.keys_read += len(new)
             places = np.searchsorted(self._rows, new)
-            found = exact_dots(self._index.log.take(["x"], new)["x"], self._query)
-            self._rows, self._alphas = np.insert(self._rows, places, new), np.insert(self._alphas, places, found)
-        return self._alphas[np.searchsorted(self._rows, firsts)]
+            found = self._products(self._index.log.take(["x"], new)["x"])
+            self._rows, self._alphas = np.insert(self._rows, places, new), np.insert(self._alphas, places, found, axis=1)
+        return self._alphas[:, np.searchsorted(self._rows, firsts)]
 
 
 def _mixed(sample: Int64[ndarray, " n"], position: Int32[ndarray, " n"], label: Int32[ndarray, " n"]) -> Int64[ndarray, " n"]:

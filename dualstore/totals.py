@@ -15,7 +15,7 @@ from dualstore.rates import Rates, check_whole, sample_note
 from dualstore.repeats import Alphas
 from dualstore.result import Result
 from dualstore.rows import Labelling, Select, Selector
-from dualstore.scan import RUN_ROWS, pieces
+from dualstore.scan import RUN_ROWS, block_rows_of, pieces
 from dualstore.schema import Layer
 from dualstore.scores import Score, Traced
 from dualstore.scoring import check_score, check_step, explained, find_score, own_values
@@ -46,22 +46,22 @@ def attention(
     """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log; and its score, if given.
 
     With several queries so many of these for each piece of the log, each with the number of its query. All have the same bits
-    as in a ranking. Held beside a piece: what `Alphas` holds, for each query.
+    as in a ranking. Held beside some pieces: what `Alphas` holds, for each query.
     """
-    index, width = store.index(layer, queries.tokens), queries.vectors[:1].nbytes
-    alphas = [Alphas(index, query) for query in queries.vectors]
-    scores = [None if score is None else score.some([number]) for number in range(len(alphas))]
-    row_bytes = width if score is None else width + 2 * layer.d_out * queries.vectors.itemsize
-    block_rows = max(64, store.options.budget_bytes // 8 // row_bytes)
-    for piece in pieces(index.log, select, block_rows, errors=score is not None):
+    index, threads = store.index(layer, queries.tokens), store.options.threads
+    alphas = Alphas(index, queries.vectors)
+    scores = [None if score is None else score.some([number]) for number in range(len(queries.vectors))]
+    row_bytes = queries.vectors[:1].nbytes + 8 * len(scores)
+    row_bytes += 0 if score is None else 2 * layer.d_out * queries.vectors.itemsize
+    block_rows = block_rows_of(store.options.budget_bytes // 2, row_bytes, threads)
+    for piece, found in alphas.over(pieces(index.log, select, block_rows, errors=score is not None), threads):
         rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
-        for number, (each, scored) in enumerate(zip(alphas, scores, strict=True)):
-            alpha = each.of(piece)
-            found = rows.append_column("alpha", pa.array(alpha))
-            yield number, found if scored is None else found.append_column(scored.name, pa.array(scored.of(piece, alpha)))
+        for number, (alpha, scored) in enumerate(zip(found, scores, strict=True)):
+            each = rows.append_column("alpha", pa.array(alpha))
+            yield number, each if scored is None else each.append_column(scored.name, pa.array(scored.of(piece, alpha)))
     if explain is not None:
-        explain.rows_read += sum(each.keys_read for each in alphas)
-        explain.index_bytes += sum(each.index_bytes for each in alphas)
+        explain.rows_read += alphas.keys_read
+        explain.index_bytes += alphas.index_bytes
 
 
 def sum_groups(
@@ -107,7 +107,9 @@ def sum_groups(
     # Last of what may be refused: it may replay the training.
     scores = [find_score(store, layer, queries, score, output, gradient, until, pool) for layer, queries in single]
     valued = scores[0]
-    explain = Explain(store.patterns(layer).key_bytes, store.patterns(layer).rows * len(queries.vectors) * len(asked))
+    at_once = max(1, store.options.budget_bytes // _HELD_BYTES)
+    passes = -(-len(queries.vectors) // at_once) * len(asked)
+    explain = Explain(store.patterns(layer).key_bytes, store.patterns(layer).rows * passes)
     rest = Rest(select)
     if valued is None and layer.keys == "vector" and (not absolute or _one_signed(queries.vectors)):
         wholes = Wholes(database, store.labelling, select.where, by)
@@ -121,7 +123,6 @@ def sum_groups(
                 for index, number in enumerate(queries.names):
                     each = rows.append_column("alpha", pa.array(alphas[taken, index]))
                     sums.add(_named(_rated(each, rates[0], sampled), name, number), counts)
-    at_once = max(1, store.options.budget_bytes // _HELD_BYTES)
     with explain.phase("scan"):
         for (layer, queries), valued, rate in zip(asked, scores, rates, strict=True):
             for first in range(0, len(queries.names), at_once):
