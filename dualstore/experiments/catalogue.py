@@ -152,7 +152,7 @@ def _corpus(load: Callable[[Path | None], texts.Corpus], request: Request) -> te
 _OF_LANGUAGE = (
     "the paper shows examples and no rates; a place of the text that comes again in later epochs counts as one",
     "test passages are the ends of long sections, which are not trained on",
-    f"totals over visits are taken for {language_findings.TOTALS} passages, each takes a pass over all keys",
+    f"totals over visits are taken for {language_findings.TOTALS} passages only, as each is multiplied with all keys",
 )
 _FABLES = "a passage of a fable is its last 101 characters: many of them ask at the full stop before a closing quotation mark"
 _WIKITEXT = (

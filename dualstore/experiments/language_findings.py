@@ -17,7 +17,7 @@ TOP = 3
 SHOWN = 3
 """Passages whose matches are shown with their text."""
 TOTALS = 8
-"""Passages whose totals over all visits are taken: each takes a pass over the keys."""
+"""Passages whose totals over all visits are taken: each is multiplied with all keys."""
 _RANKINGS = {
     "best": f"top {TOP} by attention",
     "total": f"top {TOP} by total over visits",
