@@ -1,7 +1,7 @@
 """Queries: vectors that the caller gives, or the layer inputs recorded for a test example."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,10 +43,6 @@ class Queries:
         vector = wide.mean(axis=0) if pool == "mean" else wide.sum(axis=0)
         title = f"{pool} over {self.title}"
         return Queries(vector[None].astype(self.vectors.dtype), None, self.names[:1], title, tokens=self.tokens)
-
-    def some(self, numbers: Sequence[int]) -> "Queries":
-        """Some of the queries by themselves."""
-        return replace(self, vectors=self.vectors[list(numbers)], names=self.names[list(numbers)])
 
     def named(self, number: int) -> str:
         """How a note calls one of the queries: " of test 3"; nothing for a single vector."""

@@ -8,7 +8,6 @@ Source: Irie, Csordas, Schmidhuber 2022 (arXiv 2202.05798) for the dual form; Pr
 influence traced along training, of which this is every step of one layer.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,9 +40,9 @@ class Score:
         """The score of the queries that a top-k is asked with: negated for the smallest, both for the largest magnitude."""
         return self._of(np.tile(np.arange(len(self)), 2)) if magnitude else self
 
-    def some(self, queries: Sequence[int]) -> "Score":
-        """That of some of the queries."""
-        return self._of(np.array(queries, np.int64))
+    def one(self, query: int) -> "Score":
+        """That of one query."""
+        return self._of(np.array([query]))
 
     def of(self, piece: Piece, alpha: Float64[ndarray, " n"]) -> Float64[ndarray, " n"]:
         """The scores of a piece's selected rows for the only query, whose alpha is given."""
@@ -113,9 +112,9 @@ class Traced:
             return replace(self, columns=np.tile(self.columns, 2), sign=np.concatenate([self.sign, -self.sign]))
         return self if largest else replace(self, sign=-self.sign)
 
-    def some(self, queries: Sequence[int]) -> "Traced":
-        """That of some of the queries."""
-        return replace(self, columns=self.columns[list(queries)], sign=self.sign[list(queries)])
+    def one(self, query: int) -> "Traced":
+        """That of one query."""
+        return replace(self, columns=self.columns[query : query + 1], sign=self.sign[query : query + 1])
 
     def all_of(self, piece: Piece) -> Float64[ndarray, "n k"]:
         """The scores of a piece's selected rows for all queries."""

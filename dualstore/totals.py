@@ -1,5 +1,6 @@
 """Sums of alpha over groups of patterns."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,23 +46,31 @@ def attention(
 ) -> Iterator[tuple[int, pa.Table]]:
     """Row columns and alpha of every selected pattern, a few thousand at a time, in the order of the log; and its score, if given.
 
-    With several queries so many of these for each piece of the log, each with the number of its query. All have the same bits
-    as in a ranking. Held beside some pieces: what `Alphas` holds, for each query.
+    With several queries so many of these for each piece of the log, each with the number of its query; as many queries as the
+    budget allows share a pass. All have the same bits as in a ranking. Held beside some pieces: what `Alphas` holds, for each
+    query of a pass.
     """
-    index, threads = store.index(layer, queries.tokens), store.options.threads
-    alphas = Alphas(index, queries.vectors)
-    scores = [None if score is None else score.some([number]) for number in range(len(queries.vectors))]
-    row_bytes = queries.vectors[:1].nbytes + 8 * len(scores)
+    index, at_once, threads = store.index(layer, queries.tokens), _at_once(store), store.options.threads
+    row_bytes = queries.vectors[:1].nbytes + 8 * min(at_once, len(queries.vectors))
     row_bytes += 0 if score is None else 2 * layer.d_out * queries.vectors.itemsize
     block_rows = block_rows_of(store.options.budget_bytes // 2, row_bytes, threads)
-    for piece, found in alphas.over(pieces(index.log, select, block_rows, errors=score is not None), threads):
-        rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
-        for number, (alpha, scored) in enumerate(zip(found, scores, strict=True)):
-            each = rows.append_column("alpha", pa.array(alpha))
-            yield number, each if scored is None else each.append_column(scored.name, pa.array(scored.of(piece, alpha)))
-    if explain is not None:
-        explain.rows_read += alphas.keys_read
-        explain.index_bytes += alphas.index_bytes
+    for first in range(0, len(queries.vectors), at_once):
+        alphas = Alphas(index, queries.vectors[first : first + at_once])
+        for piece, found in alphas.over(pieces(index.log, select, block_rows, errors=score is not None), threads):
+            rows = store.labelling.of_group(piece.mapping, piece.group).take(pa.array(piece.local))
+            for number, alpha in enumerate(found, first):
+                each = rows.append_column("alpha", pa.array(alpha))
+                if score is not None:
+                    each = each.append_column(score.name, pa.array(score.one(number).of(piece, alpha)))
+                yield number, each
+        if explain is not None:
+            explain.rows_read += alphas.keys_read
+            explain.index_bytes += alphas.index_bytes
+
+
+def _at_once(store: "Store") -> int:
+    """Queries that share a pass over the log."""
+    return max(1, store.options.budget_bytes // _HELD_BYTES)
 
 
 def sum_groups(
@@ -107,8 +116,7 @@ def sum_groups(
     # Last of what may be refused: it may replay the training.
     scores = [find_score(store, layer, queries, score, output, gradient, until, pool) for layer, queries in single]
     valued = scores[0]
-    at_once = max(1, store.options.budget_bytes // _HELD_BYTES)
-    passes = -(-len(queries.vectors) // at_once) * len(asked)
+    passes = math.ceil(len(queries.vectors) / _at_once(store)) * len(asked)
     explain = Explain(store.patterns(layer).key_bytes, store.patterns(layer).rows * passes)
     rest = Rest(select)
     if valued is None and layer.keys == "vector" and (not absolute or _one_signed(queries.vectors)):
@@ -125,11 +133,8 @@ def sum_groups(
                     sums.add(_named(_rated(each, rates[0], sampled), name, number), counts)
     with explain.phase("scan"):
         for (layer, queries), valued, rate in zip(asked, scores, rates, strict=True):
-            for first in range(0, len(queries.names), at_once):
-                some = range(first, min(first + at_once, len(queries.names)))
-                score_of = None if valued is None else valued.some(some)
-                for index, rows in attention(store, layer, queries.some(some), rest, explain, score_of):
-                    sums.add(_named(_rated(rows, rate, sampled), name, queries.names[some[index]]))
+            for index, rows in attention(store, layer, queries, rest, explain, valued):
+                sums.add(_named(_rated(rows, rate, sampled), name, queries.names[index]))
     with explain.phase("group"):
         table = sums.result(name)
     total = f"|{measure}|" if absolute else measure

@@ -86,16 +86,17 @@ def _first(store: Store, task: str, *, right: bool) -> Rows:
 
 
 def _examples(store: Store, chosen: Iterable[Rows]) -> list[Example]:
-    probes = [row for rows in chosen for row in rows]
+    shape = _shape(store)
     return [
         Example(
             test_id=row["test_id"],
             group=(row["task"], row["label"]),
             predicted=row["predicted"],
-            pixels=np.array(row["x"], np.float64).reshape(_shape(store)),
+            pixels=np.array(row["x"], np.float64).reshape(shape),
             retrievals=[_retrieval(store, layer.number, row["test_id"]) for layer in store.layers],
         )
-        for row in probes
+        for rows in chosen
+        for row in rows
     ]
 
 
