@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy import ndarray
 
+from dualstore.bulk import Bulk, to_single
 from dualstore.schema import Column
 from dualstore.shapes import Float32
 
-__all__ = ["as_read", "as_stored", "needed", "to_single"]
+__all__ = ["as_read", "as_stored", "needed"]
 
 _TOP = 15
 """The largest error of a row lies below 2^_TOP after scaling: rounding it up stays below 65504, where half precision ends."""
-_TILE = 1 << 15
-"""Numbers that are converted at once."""
 _LEAST = -126
 """Exponent of the smallest scale, the smallest normal number in single precision."""
 _MOST = 128 - _TOP
@@ -26,85 +25,32 @@ _MOST = 128 - _TOP
 _BELOW_TOP = np.nextafter(np.float16(2.0**_TOP), np.float16(0))
 
 
-def as_stored(arrays: Mapping[str, ndarray]) -> dict[str, ndarray]:
+def as_stored(arrays: Mapping[str, ndarray], bulk: Bulk | None = None) -> dict[str, ndarray]:
     """Keys and errors as stored: x, (n, d), and e, (n, o), in half precision, with e its scale, (n,), in single.
 
     Tokens are stored as they are. Keys beyond 65504 become infinite; NaN and infinity stay what they are. Rows of zeros have
-    the scale 1.
+    the scale 1. The work is done by `bulk`.
     """
-    found = {name: _to_half(np.ascontiguousarray(values)) if name == "x" else values for name, values in arrays.items()}
+    bulk = Bulk() if bulk is None else bulk
+    found = {name: bulk.half(values) if name == "x" else values for name, values in arrays.items()}
     if "e" in arrays:
-        found["scale"], found["e"] = _scaled(arrays["e"])
+        found["scale"], found["e"] = _scaled(arrays["e"], bulk)
     return found
 
 
-def _scaled(e: Float32[ndarray, "n o"]) -> tuple[ndarray, ndarray]:
+def _scaled(e: Float32[ndarray, "n o"], bulk: Bulk) -> tuple[ndarray, ndarray]:
     """The scale of each row of errors, and the errors divided by it."""
-    largest = np.maximum(e.max(axis=1), -e.min(axis=1))
+    largest = bulk.largest(e)
     odd = ~np.isfinite(largest)
     if odd.any():
         largest[odd] = np.where(np.isfinite(e[odd]), np.abs(e[odd]), 0).max(axis=1)
     exponent = np.where(largest > 0, np.maximum(np.frexp(largest)[1] - _TOP, _LEAST), 0)
     one = np.float32(1)
-    with np.errstate(under="ignore"):
-        stored = _to_half(e * np.ldexp(one, -exponent)[:, None])
+    stored = bulk.half(e, np.ldexp(one, -exponent))
     top = exponent == _MOST
     if top.any():  # rounded up, the largest error would be 2^128
         stored[top] = np.where(np.isinf(stored[top]), stored[top], np.clip(stored[top], -_BELOW_TOP, _BELOW_TOP))
     return np.ldexp(one, exponent), stored
-
-
-# numpy's own casts branch at every zero: behind a ReLU they take ten times as long as these passes over numbers in cache.
-
-
-def _to_half(values: Float32[ndarray, "n d"]) -> ndarray:
-    """The nearest numbers in half precision, ties to even; the bits of numpy's cast."""
-    found = np.empty(values.shape, np.float16)
-    step = max(1, _TILE // max(1, values.shape[1]))
-    for start in range(0, len(values), step):
-        some, out = values[start : start + step], found[start : start + step]
-        bits = some.view(np.int32)
-        size = bits & 0x7FFFFFFF
-        if size.max(initial=0) >= _TOO_LARGE:
-            with np.errstate(over="ignore", invalid="ignore"):
-                out[:] = some
-            continue
-        tiny = size < _LEAST_NORMAL
-        # Beside 0.5 the last digit of single precision is that of half precision below its normal numbers.
-        rounded = (size.view(np.float32) + np.float32(0.5)).view(np.int32) - _ONE_HALF
-        size += (size >> 13 & 1) + 0xFFF
-        size >>= 13
-        size -= 112 << 10
-        rounded -= size
-        rounded *= tiny
-        size += rounded  # rounded where tiny
-        size |= bits >> 16 & -0x8000
-        out.view(np.int16)[...] = size
-    return found
-
-
-_TOO_LARGE, _LEAST_NORMAL, _ONE_HALF = 0x477FF000, 0x38800000, 0x3F000000
-"""Bits in single precision of 65520, which becomes infinite, of 2^-14 and of 0.5."""
-
-
-def to_single(stored: ndarray) -> Float32[ndarray, "n d"]:
-    """Numbers in half precision, (n, d), in single: exactly."""
-    found = np.empty(stored.shape, np.float32)
-    step, up = max(1, _TILE // max(1, stored.shape[1])), np.float32(2.0**112)
-    flushed = np.float32(2.0**-149) * up == 0  # this thread takes subnormal numbers for zero
-    for start in range(0, len(stored), step):
-        some, out = stored[start : start + step], found[start : start + step]
-        bits = out.view(np.int32)
-        np.left_shift(some.view(np.int16), 13, out=bits, dtype=np.int32)
-        bits &= ~0x70000000  # digits and exponent at their places in single precision, 112 too low
-        out *= up
-        if flushed or not max(out.max(initial=0), -out.min(initial=0)) < _BEYOND:
-            out[:] = some
-    return found
-
-
-_BEYOND = 65536.0
-"""What infinity and NaN become at least by their digits."""
 
 
 def needed(names: Sequence[str], columns: Mapping[str, Column]) -> list[str]:

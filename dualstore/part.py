@@ -24,7 +24,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from dualstore import thrift
-from dualstore.half import to_single
+from dualstore.bulk import Bulk
 from dualstore.schema import Column
 from dualstore.spool import PAGE, Run, Spool, write_all
 from dualstore.thrift import BINARY, I32, I64, LIST, STRUCT
@@ -97,8 +97,7 @@ class Mark:
 class PartWriter:
     """A part being written under a temporary name beside `path`.
 
-    Memory held: the scalar columns of one row group and the footer; vectors go straight to the file. Their squares are
-    summed up on the way: numpy may warn of overflow, which says no more than the note of non-finite rows.
+    Memory held: the scalar columns of one row group and the footer; vectors go straight to the file.
     Not safe for several threads at once.
     """
 
@@ -113,6 +112,7 @@ class PartWriter:
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self._spool = spool
+        self._bulk = Bulk() if spool is None else spool.bulk
         self._scalars: list[Mapping[str, NDArray[Any]]] = []
         self._vectors: list[_Chunk] = []
         self._direct = self._file if spool is None else _open_direct(self._temporary, self._file)
@@ -251,9 +251,7 @@ class PartWriter:
     def _see(self, chunk: _Chunk, values: NDArray[Any]) -> None:
         """Takes rows into checksum and norms."""
         chunk.crc = isal_zlib.crc32(values, chunk.crc)
-        with np.errstate(over="ignore", invalid="ignore"):
-            wide = to_single(values) if values.dtype == np.float16 else values
-            square = float(np.vecdot(wide, wide).max())
+        square = self._bulk.largest_square(values)
         if not square < np.inf:
             self.nonfinite[chunk.column.name] += int((~np.isfinite(values)).any(axis=1).sum())
             square = np.inf

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dualstore.bulk import Bulk
+
 __all__ = ["PAGE", "Run", "Spool", "write_all"]
 
 PAGE = 4096
@@ -29,14 +31,15 @@ class Spool:
     """Buffers for up to `runs` runs at once, `limit_bytes` in all, and the thread that writes full ones.
 
     `on_full` is called once when the disk is full and should free some space; the write is then tried again and the
-    error raised by the next `append` of any run.
+    error raised by the next `append` of any run. Rows are copied by `bulk`.
     """
 
-    def __init__(self, runs: int, limit_bytes: int, on_full: Callable[[], None]) -> None:
+    def __init__(self, runs: int, limit_bytes: int, on_full: Callable[[], None], bulk: Bulk | None = None) -> None:
         count = runs + _SPARE
         self.buffer_bytes = max(PAGE, min(MAX_BUFFER_BYTES, limit_bytes // count // PAGE * PAGE))
         self.total_bytes = count * self.buffer_bytes
         self.error: OSError | None = None
+        self.bulk = Bulk() if bulk is None else bulk
         self._left = count
         self._on_full = on_full
         self._free: list[mmap.mmap] = []
@@ -146,9 +149,9 @@ class Run:
             if size:
                 piece = np.frombuffer(buffer, rows.dtype, size * width, self._fill).reshape(size, width)
                 if kept is None:
-                    piece[...] = rows[some]
+                    self._spool.bulk.copy(rows[some], None, piece)
                 else:
-                    np.take(rows, some, 0, out=piece, mode="clip")  # any other mode copies once more
+                    self._spool.bulk.copy(rows, some, piece)
                 yield piece
                 self._advance(buffer, piece.nbytes)
             else:  # a row that the buffer's end parts

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from dualstore.bulk import Bulk
 from dualstore.half import as_stored
 from dualstore.part import Mark, PartWriter, sync_directory
 from dualstore.schema import BLOCK_COLUMNS, Column, Layer, StoreInfo, pattern_columns, probe_columns, single
@@ -89,9 +90,20 @@ class StoreWriter:
     """
 
     def __init__(
-        self, root: Path, info: StoreInfo, *, rank: int = 0, flush_s: float = 60.0, last_step: int = -1, sequence: int = 0
+        self,
+        root: Path,
+        info: StoreInfo,
+        *,
+        rank: int = 0,
+        flush_s: float = 60.0,
+        last_step: int = -1,
+        sequence: int = 0,
+        bulk: Bulk | None = None,
     ) -> None:
-        """Goes on after `last_step` with parts numbered from `sequence` where the store has something already."""
+        """Goes on after `last_step` with parts numbered from `sequence` where the store has something already.
+
+        What is done to every number of keys and errors is done by `bulk`.
+        """
         assert 0 <= rank < info.ranks
         self.root, self.info, self.rank = root, info, rank
         self._flush_s = flush_s
@@ -107,7 +119,8 @@ class StoreWriter:
         self._nonfinite = 0
         self._failed: BaseException | None = None
         self._ballast = root / ballast_name(rank)
-        self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast)
+        self._bulk = Bulk() if bulk is None else bulk
+        self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast, self._bulk)
         self._begin()
 
     def _begin(self) -> None:
@@ -158,9 +171,9 @@ class StoreWriter:
             arrays = {_key(layer): x} if e is None else {_key(layer): x, "e": e}
             if kept is not None:
                 halved = self.info.dtype == "float16"
-                arrays = {name: v.take(kept, 0) if halved or v.ndim == 1 else v for name, v in arrays.items()}
+                arrays = {name: self._taken(v, kept) if halved or v.ndim == 1 else v for name, v in arrays.items()}
                 kept = None if halved else kept
-            part.append(*_columns(filled, arrays, self.info.dtype), kept)
+            part.append(*self._columns(filled, arrays, self.info.dtype), kept)
             self._step.rows[number] = self._step.rows.get(number, 0) + count
         except BaseException:
             self._free_ballast()
@@ -197,7 +210,7 @@ class StoreWriter:
         mark = part.mark()
         try:
             g = np.full_like(y, np.nan) if g is None else g
-            part.append(*_columns(self._coded(rows), {_key(layer): x, "y": y, "g": g}, single(self.info.dtype)))
+            part.append(*self._columns(self._coded(rows), {_key(layer): x, "y": y, "g": g}, single(self.info.dtype)))
         except BaseException:
             part.rollback(mark)
             raise
@@ -313,6 +326,17 @@ class StoreWriter:
         """Codes in the store of places in the rank's own list of tasks: those of different ranks never meet."""
         return np.where(tasks < 0, tasks, tasks * self.info.ranks + self.rank).astype(np.int32)
 
+    def _columns(self, scalars: Columns, arrays: Columns, dtype: str) -> tuple[Columns, Columns]:
+        """Scalar and vector columns of rows with these keys, and errors where there are any, in a store of some dtype."""
+        stored = as_stored(arrays, self._bulk) if dtype == "float16" else arrays
+        return {**scalars, **{k: v for k, v in stored.items() if v.ndim == 1}}, {k: v for k, v in stored.items() if v.ndim == 2}
+
+    def _taken(self, rows: NDArray[Any], kept: NDArray[np.integer[Any]]) -> NDArray[Any]:
+        """Some rows."""
+        taken = np.empty((len(kept), *rows.shape[1:]), rows.dtype)
+        self._bulk.copy(rows, kept, taken)
+        return taken
+
     def _drop_step(self) -> None:
         for layer in self.info.layers:
             self.drop_patterns(layer)
@@ -357,12 +381,6 @@ def remove_left_ballast(root: Path, rank: int) -> bool:
 def _key(layer: Layer) -> str:
     """The column of a layer's keys."""
     return "token" if layer.keys == "token" else "x"
-
-
-def _columns(scalars: Columns, arrays: Columns, dtype: str) -> tuple[Columns, Columns]:
-    """Scalar and vector columns of rows with these keys, and errors where there are any, in a store of some dtype."""
-    stored = as_stored(arrays) if dtype == "float16" else arrays
-    return {**scalars, **{k: v for k, v in stored.items() if v.ndim == 1}}, {k: v for k, v in stored.items() if v.ndim == 2}
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:

@@ -11,7 +11,7 @@ import dualstore
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    "errors", "shapes", "schema", "keys", "half", "thrift", "spool", "part", "log", "steps", "joint", "ranks", "rates",
+    "errors", "shapes", "schema", "keys", "bulk", "half", "thrift", "spool", "part", "log", "steps", "joint", "ranks", "rates",
     "coefficients", "writer", "rewind", "index", "database", "kernels", "rows", "sums", "scan", "scores", "repeats", "sketch",
     "explain", "best", "search", "topk", "result", "probes", "sharing", "adaptive", "weights", "parameters", "scoring",
     "ranking", "totals", "votes", "relations", "stiffness", "gains", "verify", "summary", "store", "merge", "capture", "datasets",

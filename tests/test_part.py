@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dualstore import part
+from dualstore.bulk import Bulk
+from dualstore.capture.threads import TorchBulk
 from dualstore.log import Log, Mapping
 from dualstore.part import PartWriter, arrow_schema, group_rows_for, upper_norm
 from dualstore.schema import Column
@@ -27,8 +29,8 @@ from tests.faults import FullDisk
 
 GROUP_ROWS = 16
 SMALL = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-WAYS = ["direct", "spooled"]
-"""How vectors come to the file: at once, or through buffers and a thread."""
+WAYS = ["direct", "spooled", "by torch"]
+"""How vectors come to the file: at once, or through buffers and a thread, copied by numpy or by PyTorch."""
 
 Rows = dict[str, NDArray[Any]]
 
@@ -90,7 +92,7 @@ def open_part(path: Path, columns: Sequence[Column], way: str = "direct") -> Ite
     if way == "direct":
         yield PartWriter(path, columns)
         return
-    spool = Spool(2, PAGE, lambda: None)
+    spool = Spool(2, PAGE, lambda: None, TorchBulk() if way == "by torch" else Bulk())
     try:
         yield PartWriter(path, columns, spool)
     finally:
@@ -328,49 +330,55 @@ def test_row_groups_are_powers_of_two_of_bounded_size(monkeypatch: pytest.Monkey
 # What is known of the rows
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @SMALL
 @given(scale=st.integers(-60, 50), width=st.sampled_from([1, 2, 5, 300]), seed=st.integers(0, 1000))
-def test_the_noted_bound_is_above_every_norm_of_its_group(tmp_path: Path, dtype: str, scale: int, width: int, seed: int) -> None:
+def test_the_noted_bound_is_above_every_norm_of_its_group(
+    tmp_path: Path, way: str, dtype: str, scale: int, width: int, seed: int
+) -> None:
     columns = columns_of(dtype, width)
     made = rows_of(columns, 2 * GROUP_ROWS + 7, seed, modest_floats)
     made["x"] *= np.array(2.0**scale, dtype)
-    write_part(tmp_path / "part.parquet", columns, made, [5] * 7 + [4])
+    write_part(tmp_path / "part.parquet", columns, made, [5] * 7 + [4], way)
     for group in Log([tmp_path / "part.parquet"], columns).groups:
         norms = np.linalg.norm(made["x"][group.first : group.first + group.rows].astype(np.longdouble), axis=1)
         assert group.max_norm is not None
         assert norms.max() <= group.max_norm <= 1.01 * norms.max() + 1e-15
 
 
-def test_the_noted_bound_is_above_norms_whose_squares_are_too_small_for_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_noted_bound_is_above_norms_whose_squares_are_too_small_for_float32(tmp_path: Path, way: str) -> None:
     columns = columns_of("float32", 300)
     made = rows_of(columns, 3, floats=modest_floats) | {"x": np.full((3, 300), np.float32(1e-30))}
-    write_part(tmp_path / "part.parquet", columns, made)
+    write_part(tmp_path / "part.parquet", columns, made, way=way)
     (bound,) = note_of(tmp_path / "part.parquet")["max_norm"]["x"]
     assert np.linalg.norm(made["x"][0].astype(np.float64)) <= bound < 1e-15
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
-def test_there_is_no_bound_where_a_norm_is_not_finite(tmp_path: Path, value: float) -> None:
+def test_there_is_no_bound_where_a_norm_is_not_finite(tmp_path: Path, way: str, value: float) -> None:
     columns = columns_of("float32", 5)
     made = rows_of(columns, 3 * GROUP_ROWS, floats=modest_floats)
     made["x"][GROUP_ROWS + 2, 3] = value
-    write_part(tmp_path / "part.parquet", columns, made, [GROUP_ROWS + 5, 2 * GROUP_ROWS - 5])
+    write_part(tmp_path / "part.parquet", columns, made, [GROUP_ROWS + 5, 2 * GROUP_ROWS - 5], way)
     bounds = note_of(tmp_path / "part.parquet")["max_norm"]["x"]
     assert [bound is None for bound in bounds] == [False, True, False]
     assert upper_norm(float("nan"), 5) is None
 
 
+@pytest.mark.parametrize("way", WAYS)
 @SMALL
 @given(data=st.data())
-def test_rows_with_nan_or_infinity_are_counted(tmp_path: Path, data: st.DataObject) -> None:
+def test_rows_with_nan_or_infinity_are_counted(tmp_path: Path, way: str, data: st.DataObject) -> None:
     columns = columns_of("float32", 5)
     rows = data.draw(st.integers(1, 3 * GROUP_ROWS))
     made = rows_of(columns, rows, floats=modest_floats)
     for name in ("x", "e"):
         for row in data.draw(st.lists(st.integers(0, rows - 1), max_size=5)):
             made[name][row, row % 3] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf, 3e38]))
-    writer = write_part(tmp_path / "part.parquet", columns, made, [rows // 2, rows - rows // 2])
+    writer = write_part(tmp_path / "part.parquet", columns, made, [rows // 2, rows - rows // 2], way)
     expected = {name: int((~np.isfinite(made[name])).any(axis=1).sum()) for name in ("x", "e")}
     assert writer.nonfinite == note_of(tmp_path / "part.parquet")["nonfinite_rows"] == expected
     assert writer.nonfinite_rows == sum(expected.values())

@@ -11,6 +11,7 @@ from numpy import ndarray
 from numpy.typing import NDArray
 
 from dualstore.capture.optimizers import Mark
+from dualstore.capture.threads import TorchBulk
 from dualstore.errors import DamagedError, RecordError, StoreError
 from dualstore.rewind import last_sequence, rewind
 from dualstore.schema import FORMAT, Layer, StoreInfo
@@ -44,6 +45,7 @@ def resumed(
             flush_s=flush_s,
             last_step=step,
             sequence=last_sequence(path, rank) + 1,
+            bulk=TorchBulk(),
         )
         if rank == 0:
             (path / "weights" / "final.safetensors").unlink(missing_ok=True)

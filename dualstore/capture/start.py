@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dualstore.capture.layers import Found
 from dualstore.capture.optimizers import state_of
+from dualstore.capture.threads import TorchBulk
 from dualstore.errors import RecordError
 from dualstore.ranks import in_the_way
 from dualstore.schema import StoreInfo
@@ -32,7 +33,7 @@ def new_store(path: Path, info: StoreInfo, initial: Mapping[str, NDArray[Any]], 
                 f"{path}: expected no folder or an empty one, found other files; choose another path or remove it first"
             )
         path.mkdir(parents=True, exist_ok=True)
-        writer = StoreWriter(path, info, rank=rank, flush_s=flush_s)
+        writer = StoreWriter(path, info, rank=rank, flush_s=flush_s, bulk=TorchBulk())
         try:
             if rank == 0:
                 writer.write_weights("initial", initial)
