@@ -155,7 +155,8 @@ class StoreWriter:
         """Adds patterns of the step under way: sample_id, position, label and task of each, keys and errors.
 
         Keys are (n,) int32 where the layer's are tokens; errors are left out where it has none. Those of a store in half
-        precision are given in single precision. Where only some rows are to be `kept`, these are their numbers.
+        precision are given in single precision. Where only some keys and errors are to be `kept`, these are their numbers; the
+        other columns are those of the kept ones.
 
         Raises OSError where the disk is full; then nothing of the step is in the store.
         """
@@ -165,8 +166,7 @@ class StoreWriter:
             if number not in self._step.marks:
                 self._step.marks[number] = part.mark()
             count = len(x) if kept is None else len(kept)
-            some = rows if kept is None else {name: values[kept] for name, values in rows.items()}
-            known = {"step": np.full(count, self.last_step + 1, np.int32), "slot": None, "duplicate": None, **self._coded(some)}
+            known = {"step": np.full(count, self.last_step + 1, np.int32), "slot": None, "duplicate": None, **self._coded(rows)}
             filled = {name: np.zeros(count, np.int32) if values is None else values for name, values in known.items()}
             arrays = {_key(layer): x} if e is None else {_key(layer): x, "e": e}
             if kept is not None:

@@ -23,7 +23,7 @@ def names(ids: Any, labels: Any = None, task: Any = None) -> Names:
 def columns_of(named: Names, *shapes: tuple[int, ...]) -> list[dict[str, list[int]]]:
     """The scalar columns of one layer's calls with inputs of these shapes."""
     claims = [named.claim(0, "layer", shape[:-1] or (1,)) for shape in shapes]
-    return [{name: values.tolist() for name, values in claim.columns().items()} for claim in claims]
+    return [{name: values.tolist() for name, values in claim.named().columns.items()} for claim in claims]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_layer_called_again_goes_on_with_its_positions() -> None:
 
 def test_layers_do_not_share_their_positions() -> None:
     named = names([7])
-    assert named.claim(0, "a", (1,)).columns()["position"].tolist() == [0]
-    assert named.claim(1, "b", (1,)).columns()["position"].tolist() == [0]
+    assert named.claim(0, "a", (1,)).named().columns["position"].tolist() == [0]
+    assert named.claim(1, "b", (1,)).named().columns["position"].tolist() == [0]
 
 
 def test_a_single_sample_without_a_batch_dimension_is_one_row() -> None:

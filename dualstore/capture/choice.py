@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from dualstore.capture.names import Named
 from dualstore.errors import RecordError
-from dualstore.schema import IGNORED, Layer
+from dualstore.schema import Layer
 from dualstore.shapes import Bool, Float, Int64
 
 __all__ = ["Choice"]
@@ -32,13 +33,9 @@ class Choice:
         return self.share / self.every
 
     def kept(
-        self,
-        columns: Mapping[str, ndarray],
-        e: Float[ndarray, "n o"],
-        each: int,
-        random: np.random.Generator,
-    ) -> Int64[ndarray, " k"] | None:
-        """The rows of a call to store, None for all; `each` is the number of positions of every sample.
+        self, named: Named, e: Float[ndarray, "n o"], each: int, random: np.random.Generator
+    ) -> "tuple[Int64[ndarray, ' k'] | None, dict[str, ndarray]]":
+        """The rows of a call to store, None for all, and their columns; `each` is the number of positions of every sample.
 
         Rows labelled as ignored whose error is zero are padding: nothing of them is in the weights.
         """
@@ -47,12 +44,17 @@ class Choice:
             found = np.tile(np.isin(np.arange(each), [p % each for p in self.positions if -each <= p < each]), len(e) // each)
         if self.share < 1:
             found = _both(found, random.random(len(e)) < self.share)
-        padding = np.flatnonzero(columns["label"] == IGNORED)
-        if len(padding):
+        if len(named.padding):
+            there = e[named.padding].any(axis=1)
+            if found is None and not there.any():
+                return named.others
             reached = np.ones(len(e), bool)
-            reached[padding] = e[padding].any(axis=1)
+            reached[named.padding] = there
             found = _both(found, reached)
-        return None if found is None or found.all() else np.flatnonzero(found)
+        if found is None or found.all():
+            return None, named.columns
+        kept = np.flatnonzero(found)
+        return kept, named.of(kept)
 
     @classmethod
     def of(cls, layer: Layer, share: Any, every: Any, positions: Any) -> "Choice":

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dualstore.schema import Place
 
-__all__ = ["Audit", "Change", "GradientWatch", "Matrix", "common_factor", "lost", "sample_of"]
+__all__ = ["Audit", "Change", "GradientWatch", "Matrix", "common_factor", "lost"]
 
 _ROWS, _COLUMNS = 16, 32
 """Block of a weight's gradient that is compared; scattered elements would cost a cache miss each."""
@@ -89,12 +89,29 @@ class Matrix:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same place of the parameter itself, or of what has its shape: (rows, columns), or (rows,)."""
-        place, found = self.place, tensor.to_dense() if tensor.is_sparse else tensor
-        if place.rows is not None:
-            found = found[slice(*place.rows)]
+        found: torch.Tensor = self._inside(tensor.to_dense() if tensor.is_sparse else tensor)
+        return found
+
+    def sample(self, tensor: torch.Tensor, row: int | None = None) -> Sample:
+        """A copy of some elements of the place: a block of rows in the middle, or one row, or all of a bias or a number."""
+        seen: Any = tensor.detach()
+        if seen.is_sparse:
+            seen = seen.to_dense()
+        if seen.is_cpu and seen.dtype in _SEEN:
+            seen = seen.numpy()
+        if seen.ndim:
+            seen = self._inside(seen)
+        if seen.ndim == 2:
+            seen = seen[_block(*seen.shape)] if row is None else seen[row]
+        copied: Sample = seen.flatten() if isinstance(seen, np.ndarray) else seen.reshape(-1).clone()
+        return copied
+
+    def _inside(self, whole: Any) -> Any:
+        """The place in an array or a tensor."""
+        found = whole if self.place.rows is None else whole[slice(*self.place.rows)]
         if found.ndim > 2:
             found = found.reshape(len(found), -1)
-        return found.t() if place.transposed else found
+        return found.swapaxes(0, 1) if self.place.transposed and found.ndim == 2 else found
 
 
 class Audit:
@@ -169,7 +186,7 @@ class GradientWatch:
         """What became of a gradient since backward."""
         before, row = self._before.get(matrix, (None, None))
         gradient = matrix.parameter.grad
-        now = None if gradient is None else sample_of(matrix.of(gradient), row)
+        now = None if gradient is None else matrix.sample(gradient, row)
         return Change(before, now, row, self._local.get(matrix))
 
     def begins(self, matrix: Matrix) -> bool:
@@ -194,12 +211,11 @@ class GradientWatch:
         if parameter.grad is None:
             return
         for matrix in matrices:
-            gradient = matrix.of(parameter.grad)
-            before, row = sample_of(gradient), None
-            if gradient.ndim == 2 and not before.any():
+            before, row = matrix.sample(parameter.grad), None
+            if parameter.ndim > 1 and not before.any():
                 # Sparse inputs may leave the block without a gradient; then the largest row is compared.
-                row = int(gradient.detach().abs().amax(1).argmax())
-                before = sample_of(gradient, row)
+                row = int(matrix.of(parameter.grad).detach().abs().amax(1).argmax())
+                before = matrix.sample(parameter.grad, row)
             self._before[matrix] = before, row
         if self._averaged:
             self._await_average(matrices)
@@ -218,19 +234,8 @@ class GradientWatch:
             gradient = matrix.parameter.grad
             if gradient is not None:
                 row = self._before[matrix][1]
-                self._before[matrix] = sample_of(matrix.of(gradient), row), row
+                self._before[matrix] = matrix.sample(gradient, row), row
         self._passing.clear()
-
-
-def sample_of(gradient: torch.Tensor, row: int | None = None) -> Sample:
-    """A copy of a bias's gradient, or of a block of rows in the middle of a weight's, or of one row; or of the parameter itself."""
-    seen: Any = gradient.detach() if gradient.requires_grad else gradient
-    if gradient.dtype in _SEEN and gradient.is_cpu:
-        seen = seen.numpy()
-    if seen.ndim == 2:
-        seen = seen[_block(*seen.shape)] if row is None else seen[row]
-    copied: Sample = seen.flatten() if isinstance(seen, np.ndarray) else seen.reshape(-1).clone()
-    return copied
 
 
 @cache

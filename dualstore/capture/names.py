@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from dualstore.errors import RecordError
 from dualstore.schema import IGNORED, NO_LABEL
 from dualstore.shapes import Int32, Int64
 
-__all__ = ["AnyClaim", "Claim", "EpochCounter", "Names", "Sampled", "Scattered", "TaskCodes"]
+__all__ = ["AnyClaim", "Claim", "EpochCounter", "Named", "Names", "Sampled", "Scattered", "TaskCodes"]
 
 NO_ID = -1
 """Id of a sample that was given none."""
@@ -44,6 +45,28 @@ class TaskCodes:
         return self.names.index(name)
 
 
+class Named:
+    """Who some rows belong to: their scalar columns, not to be changed."""
+
+    def __init__(self, columns: "dict[str, ndarray]") -> None:
+        self.columns = columns
+
+    @cached_property
+    def padding(self) -> Int64[ndarray, " k"]:
+        """The numbers of rows that are labelled as ignored."""
+        return np.flatnonzero(self.columns["label"] == IGNORED)
+
+    @cached_property
+    def others(self) -> "tuple[Int64[ndarray, ' k'], dict[str, ndarray]]":
+        """The numbers of the other rows, and their columns."""
+        kept = np.flatnonzero(self.columns["label"] != IGNORED)
+        return kept, self.of(kept)
+
+    def of(self, kept: Int64[ndarray, " k"]) -> "dict[str, ndarray]":
+        """The columns of some rows."""
+        return {name: values[kept] for name, values in self.columns.items()}
+
+
 @dataclass(slots=True, eq=False)
 class Names:
     """Ids, labels and tasks of n samples; labels may be one a position, (n, ...)."""
@@ -59,8 +82,8 @@ class Names:
     """Rows a sample that each layer has given so far: positions of a layer called again go on from there."""
     duplicates: Int32[ndarray, " n"] | None = None
     """1 for samples that a sampler took again to fill up."""
-    spread_columns: "dict[tuple[tuple[int, ...], int], dict[str, ndarray]]" = field(default_factory=dict)
-    """`Claim.columns` by shape and first position: layers of one batch mostly share them."""
+    spread_rows: "dict[tuple[tuple[int, ...], int], Named]" = field(default_factory=dict)
+    """`Claim.named` by shape and first position: layers of one batch mostly share them."""
     labelled: bool = False
     """Whether labels of positions have found a layer with these positions."""
 
@@ -122,7 +145,7 @@ class Names:
 
     def check_labels(self, notes: Notes) -> None:
         """Notes labels of positions that no layer has."""
-        if self.labels.ndim > 1 and not self.labelled and self.spread_columns:
+        if self.labels.ndim > 1 and not self.labelled and self.spread_rows:
             notes.notice(
                 f"{self.where}: labels of shape {self.labels.shape} fit the positions of no layer; the first of each sample "
                 "is taken"
@@ -152,12 +175,13 @@ class Claim:
         """Whether values are one a row, or one a sample."""
         return values.shape in (self.leading, self.leading[:1])
 
-    def columns(self) -> dict[str, ndarray]:
-        """sample_id, position, label and task of each row; shared, not to be changed."""
+    def named(self) -> Named:
+        """sample_id, position, label, task and slot of each row; shared by layers."""
         key = (self.leading, self.first)
-        if key not in self.names.spread_columns:
-            self.names.spread_columns[key] = self._spread_all()
-        return self.names.spread_columns[key]
+        found = self.names.spread_rows.get(key)
+        if found is None:
+            found = self.names.spread_rows[key] = Named(self._spread_all())
+        return found
 
     def _spread_all(self) -> dict[str, ndarray]:
         names, each = self.names, self.each
@@ -201,18 +225,20 @@ class Scattered:
         """Whether values are one a position, or one a sample."""
         return values.ndim <= 2
 
-    def columns(self) -> dict[str, ndarray]:
+    def named(self) -> Named:
         """As of `Claim`."""
         names = self.names
         again = {} if names.duplicates is None else {"duplicate": names.duplicates[self.samples]}
-        return {
-            "sample_id": names.ids[self.samples],
-            "position": (self.first + self.positions).astype(np.int32),
-            "label": self.spread(names.labels),
-            "task": names.tasks[self.samples],
-            "slot": (names.first_slot + self.samples).astype(np.int32),
-            **again,
-        }
+        return Named(
+            {
+                "sample_id": names.ids[self.samples],
+                "position": (self.first + self.positions).astype(np.int32),
+                "label": self.spread(names.labels),
+                "task": names.tasks[self.samples],
+                "slot": (names.first_slot + self.samples).astype(np.int32),
+                **again,
+            }
+        )
 
     def spread(self, values: ndarray) -> ndarray:
         """Values a sample (n,), or a position (n, positions), for each row."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dualstore.capture.gradients import Matrix, Sample, sample_of
+from dualstore.capture.gradients import Matrix, Sample
 from dualstore.capture.layers import Recorded
 
 __all__ = ["Mark", "is_exact", "named", "settings_of", "skipped", "state_of"]
@@ -67,9 +67,9 @@ class Mark:
     """Some elements of the recorded weights and of the optimiser's state of them: what a checkpoint is recognised by."""
 
     def __init__(self, recorded: Sequence[Recorded], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.weights_by_layer = [sample_of(one.weights[0].of(one.weights[0].parameter)) for one in recorded]
+        self.weights_by_layer = [one.weights[0].sample(one.weights[0].parameter) for one in recorded]
         biases = [matrix for one in recorded for matrix in one.watched[1:]]
-        self._biases = [sample_of(matrix.of(matrix.parameter)) for matrix in biases]
+        self._biases = [matrix.sample(matrix.parameter) for matrix in biases]
         watched = [matrix for one in recorded for matrix in one.watched]
         self._states = [sample for matrix in watched for sample in _samples_of_state(optimizers, matrix)]
 
@@ -86,7 +86,7 @@ class Mark:
 
 def _samples_of_state(optimizers: Sequence[torch.optim.Optimizer], matrix: Matrix) -> Iterator[Sample]:
     for value in state_of(optimizers, matrix.parameter).values():
-        yield sample_of(value.reshape(1) if value.ndim == 0 else matrix.of(value))
+        yield matrix.sample(value)
 
 
 def _crc(samples: Sequence[Sample]) -> int:

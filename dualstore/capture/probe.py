@@ -98,7 +98,7 @@ class Probe:
         found: dict[int, list[dict[str, NDArray[Any]]]] = {}
         for seen in self._seen:
             for layer, claim, (x, y), g in seen.each():
-                columns = dict(claim.columns())
+                columns = dict(claim.named().columns)
                 ids = columns.pop("sample_id")
                 rows = {"test_id": ids, **columns, "step": np.full(len(ids), step, np.int32), "predicted": self._predicted(claim)}
                 rows |= {"x": keys_of(x, layer, dtype), "y": vectors_of(y, dtype), "g": vectors_of(g, dtype)}

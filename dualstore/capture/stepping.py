@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dualstore.capture.gradients import GradientWatch, sample_of
+from dualstore.capture.gradients import GradientWatch
 from dualstore.capture.layers import Found, Recorded
 from dualstore.capture.notes import Notes
 from dualstore.capture.optimizers import Mark, settings_of, skipped
@@ -106,7 +106,7 @@ class Stepper:
     def _look_at_weights(self, left: Mark) -> None:
         """Notes weights that something else than the optimiser has changed."""
         for recorded, was in zip(self._found.recorded, left.weights_by_layer, strict=True):
-            now = sample_of(recorded.weights[0].of(recorded.weights[0].parameter))
+            now = recorded.weights[0].sample(recorded.weights[0].parameter)
             if isinstance(now, torch.Tensor) or isinstance(was, torch.Tensor):
                 same = torch.equal(torch.as_tensor(now).nan_to_num(), torch.as_tensor(was).nan_to_num())
             else:

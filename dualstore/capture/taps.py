@@ -135,7 +135,8 @@ def keys_of(keys: torch.Tensor, layer: Layer, dtype: str) -> NDArray[Any]:
 
 def vectors_of(tensor: torch.Tensor, dtype: str) -> NDArray[Any]:
     """(rows, width) of the store's type; the tensor's own memory where it already is that."""
-    if tensor.ndim == 2 and tensor.device.type == "cpu" and tensor.is_contiguous() and str(tensor.dtype) == f"torch.{dtype}":
-        return tensor.detach().numpy()  # nothing to be done, and four calls fewer
+    if tensor.is_cpu and tensor.dtype is getattr(torch, dtype) and tensor.is_contiguous():  # nothing to be done: a call or two
+        array: NDArray[Any] = tensor.detach().numpy()
+        return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
     plain = tensor.detach().reshape(-1, tensor.shape[-1]).to("cpu", getattr(torch, dtype)).contiguous()
     return plain.numpy()

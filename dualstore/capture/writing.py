@@ -117,8 +117,7 @@ class Writing:
             x, e = keys_of(keys, layer, self._stored), vectors_of(errors, self._stored)
             if audited:
                 self._audit(layer, x, e, errors.dtype)
-            columns = claim.columns()
-            kept = self.choices[layer.number].kept(columns, e, claim.each, self._random)
+            kept, columns = self.choices[layer.number].kept(claim.named(), e, claim.each, self._random)
             self.writer.add_patterns(layer, columns, x, e if layer.errors else None, kept)
             self._batches[layer.number].append(batch)
             self._pending += len(e if kept is None else kept) * self._row_bytes[layer.number]
