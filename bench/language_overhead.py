@@ -1,8 +1,8 @@
 """What does recording a language model cost? GPT-2 of two layers (d = 128, sequences of 128), two batches of 8 a step, AdamW.
 
-Blocks of steps of two equal models in turns, one of them recorded: whole, in half precision, keys alone, a tenth of the rows. Losses are
-asserted equal. The time of a step includes what writing keeps of it; closing the store is shown apart. The last line is what no
-recorder can do without: beside the second model as many bytes as the whole recording has are copied and written, no more.
+Blocks of steps of two equal models in turns, one of them recorded: whole, in half precision, keys alone, a tenth of the rows.
+Losses are asserted equal. The time of a step includes what writing keeps of it; closing the store is shown apart. The last line
+is what no recorder can do without: beside the second model as many bytes as the whole recording has are copied and written.
 """
 
 import os
