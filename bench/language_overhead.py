@@ -74,8 +74,8 @@ class Bytes(Loop):
     def __init__(self, path: Path, count: int) -> None:
         super().__init__(None, {})
         self._spool = Spool(1, SPOOL_BYTES, lambda: None, TorchBulk())
-        plain, direct = os.open(path, os.O_RDWR | os.O_CREAT), os.open(path, os.O_WRONLY | os.O_DIRECT)
-        self._run = Run(self._spool, plain, direct, 0)
+        self._files = os.open(path, os.O_RDWR | os.O_CREAT), os.open(path, os.O_WRONLY | os.O_DIRECT)
+        self._run = Run(self._spool, *self._files, 0)
         self._rows = np.random.default_rng(0).normal(size=(count // 512, 128)).astype(np.float32)
 
     def _backward(self, ids: torch.Tensor) -> None:
@@ -87,6 +87,8 @@ class Bytes(Loop):
         """Ends the writing."""
         self._run.end()
         self._spool.close()
+        for file in self._files:
+            os.close(file)
 
 
 def compared(name: str, alone: Loop, other: Loop) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy import ndarray
 
-from dualstore.bulk import Bulk, to_single
+from dualstore.bulk import PLAIN, Bulk, to_single
 from dualstore.schema import Column
 from dualstore.shapes import Float32
 
@@ -25,13 +25,12 @@ _MOST = 128 - _TOP
 _BELOW_TOP = np.nextafter(np.float16(2.0**_TOP), np.float16(0))
 
 
-def as_stored(arrays: Mapping[str, ndarray], bulk: Bulk | None = None) -> dict[str, ndarray]:
+def as_stored(arrays: Mapping[str, ndarray], bulk: Bulk = PLAIN) -> dict[str, ndarray]:
     """Keys and errors as stored: x, (n, d), and e, (n, o), in half precision, with e its scale, (n,), in single.
 
     Tokens are stored as they are. Keys beyond 65504 become infinite; NaN and infinity stay what they are. Rows of zeros have
     the scale 1. The work is done by `bulk`.
     """
-    bulk = Bulk() if bulk is None else bulk
     found = {name: bulk.half(values) if name == "x" else values for name, values in arrays.items()}
     if "e" in arrays:
         found["scale"], found["e"] = _scaled(arrays["e"], bulk)

@@ -24,7 +24,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from dualstore import thrift
-from dualstore.bulk import Bulk
+from dualstore.bulk import PLAIN
 from dualstore.schema import Column
 from dualstore.spool import PAGE, Run, Spool, write_all
 from dualstore.thrift import BINARY, I32, I64, LIST, STRUCT
@@ -112,7 +112,7 @@ class PartWriter:
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self._spool = spool
-        self._bulk = Bulk() if spool is None else spool.bulk
+        self._bulk = PLAIN if spool is None else spool.bulk
         self._scalars: list[Mapping[str, NDArray[Any]]] = []
         self._vectors: list[_Chunk] = []
         self._direct = self._file if spool is None else _open_direct(self._temporary, self._file)

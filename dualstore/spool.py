@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dualstore.bulk import Bulk
+from dualstore.bulk import PLAIN, Bulk
 
 __all__ = ["PAGE", "Run", "Spool", "write_all"]
 
@@ -34,12 +34,12 @@ class Spool:
     error raised by the next `append` of any run. Rows are copied by `bulk`.
     """
 
-    def __init__(self, runs: int, limit_bytes: int, on_full: Callable[[], None], bulk: Bulk | None = None) -> None:
+    def __init__(self, runs: int, limit_bytes: int, on_full: Callable[[], None], bulk: Bulk = PLAIN) -> None:
         count = runs + _SPARE
         self.buffer_bytes = max(PAGE, min(MAX_BUFFER_BYTES, limit_bytes // count // PAGE * PAGE))
         self.total_bytes = count * self.buffer_bytes
         self.error: OSError | None = None
-        self.bulk = Bulk() if bulk is None else bulk
+        self.bulk = bulk
         self._left = count
         self._on_full = on_full
         self._free: list[mmap.mmap] = []
@@ -145,17 +145,15 @@ class Run:
         while done < count:
             buffer, room = self._room()
             size = min(count - done, room // row_bytes, max(1, PIECE_BYTES // row_bytes))
-            some: Any = slice(done, done + max(1, size)) if kept is None else kept[done : done + max(1, size)]
+            some = slice(done, done + max(1, size))
+            source, chosen = (rows[some], None) if kept is None else (rows, kept[some])
             if size:
                 piece = np.frombuffer(buffer, rows.dtype, size * width, self._fill).reshape(size, width)
-                if kept is None:
-                    self._spool.bulk.copy(rows[some], None, piece)
-                else:
-                    self._spool.bulk.copy(rows, some, piece)
+                self._spool.bulk.copy(source, chosen, piece)
                 yield piece
                 self._advance(buffer, piece.nbytes)
             else:  # a row that the buffer's end parts
-                piece = np.ascontiguousarray(rows[some])
+                piece = np.ascontiguousarray(source if chosen is None else source[chosen])
                 self.append(piece.reshape(-1).data.cast("B"))
                 yield piece
             done += max(1, size)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from dualstore.bulk import Bulk
+from dualstore.bulk import PLAIN, Bulk
 from dualstore.half import as_stored
 from dualstore.part import Mark, PartWriter, sync_directory
 from dualstore.schema import BLOCK_COLUMNS, Column, Layer, StoreInfo, pattern_columns, probe_columns, single
@@ -98,7 +98,7 @@ class StoreWriter:
         flush_s: float = 60.0,
         last_step: int = -1,
         sequence: int = 0,
-        bulk: Bulk | None = None,
+        bulk: Bulk = PLAIN,
     ) -> None:
         """Goes on after `last_step` with parts numbered from `sequence` where the store has something already.
 
@@ -119,8 +119,7 @@ class StoreWriter:
         self._nonfinite = 0
         self._failed: BaseException | None = None
         self._ballast = root / ballast_name(rank)
-        self._bulk = Bulk() if bulk is None else bulk
-        self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast, self._bulk)
+        self._spool = Spool(2 * len(info.layers), SPOOL_BYTES, self._free_ballast, bulk)
         self._begin()
 
     def _begin(self) -> None:
@@ -328,13 +327,13 @@ class StoreWriter:
 
     def _columns(self, scalars: Columns, arrays: Columns, dtype: str) -> tuple[Columns, Columns]:
         """Scalar and vector columns of rows with these keys, and errors where there are any, in a store of some dtype."""
-        stored = as_stored(arrays, self._bulk) if dtype == "float16" else arrays
+        stored = as_stored(arrays, self._spool.bulk) if dtype == "float16" else arrays
         return {**scalars, **{k: v for k, v in stored.items() if v.ndim == 1}}, {k: v for k, v in stored.items() if v.ndim == 2}
 
     def _taken(self, rows: NDArray[Any], kept: NDArray[np.integer[Any]]) -> NDArray[Any]:
         """Some rows."""
         taken = np.empty((len(kept), *rows.shape[1:]), rows.dtype)
-        self._bulk.copy(rows, kept, taken)
+        self._spool.bulk.copy(rows, kept, taken)
         return taken
 
     def _drop_step(self) -> None:
