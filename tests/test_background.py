@@ -22,6 +22,7 @@ from torch import nn
 import dualstore
 from dualstore.capture.background import Background, Inline
 from dualstore.errors import DualstoreWarning, RecordError
+from dualstore.part import PartWriter
 
 torch.set_num_threads(1)
 WAYS = {"inline": 0, "queue": 1 << 20}
@@ -371,7 +372,7 @@ def test_rows_whose_steps_could_not_be_written_are_not_part_of_the_store(
 def test_a_recorder_whose_writing_failed_is_closed_and_training_may_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64") as recorder:
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=0) as recorder:
         step(recorder, model, optimizer, 0)
         monkeypatch.setattr(dualstore.part.PartWriter, "append", lambda *_: fail())
         with pytest.raises(RecordError, match="writing failed"):
@@ -481,23 +482,23 @@ def test_a_crash_between_rows_and_steps_leaves_the_rows_out(tmp_path: Path, whol
 
 
 class Gate:
-    """Holds every write back until it is opened."""
+    """Holds every write back, or every call of another function, until it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any = os, name: str = "pwrite") -> None:
         self.opened = threading.Event()
-        write = os.pwrite
+        held = getattr(owner, name)
 
-        def pwrite(*arguments: Any) -> int:
+        def waits(*arguments: Any) -> Any:
             self.opened.wait(10)
-            return write(*arguments)
+            return held(*arguments)
 
-        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(owner, name, waits)
 
 
 def test_an_input_changed_in_place_before_it_is_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    recorder = dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=1 << 20)
+    recorder = dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=1 << 20, audit_every=0)
     gate = Gate(monkeypatch)
 
     def train() -> None:
@@ -521,7 +522,7 @@ def test_an_input_changed_in_place_before_it_is_written_ends_the_run(tmp_path: P
 def test_an_error_changed_in_place_before_it_is_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    recorder = dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=1 << 20)
+    recorder = dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=1 << 20, audit_every=0)
     gate = Gate(monkeypatch)
     given = torch.ones(12, 3, dtype=torch.float64)
 
@@ -540,11 +541,95 @@ def test_an_error_changed_in_place_before_it_is_written_ends_the_run(tmp_path: P
     assert dualstore.open(tmp_path / "store").last_step <= 0
 
 
+KEYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the parameter": lambda parameter: parameter,
+    "a view of it": lambda parameter: parameter[None].expand(3, 2, 4),
+}
+
+
+@pytest.mark.parametrize("shown", KEYS.values(), ids=KEYS)
+def test_what_is_learned_may_be_the_input_and_change_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    model = nn.Linear(4, 3).double()
+    learned = X[:2].clone().requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    gate, seen = Gate(monkeypatch, PartWriter, "append"), []
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=1 << 20, audit_every=0) as recorder:
+        for _ in range(3):
+            x = shown(learned)
+            seen.append(x.detach().clone().reshape(-1, 4).numpy())
+            with recorder.batch(range(len(x))):
+                model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                learned.sub_(0.1)
+        gate.opened.set()
+    store = dualstore.open(tmp_path / "store")
+    assert store.verify().problems == []
+    np.testing.assert_array_equal([row["x"] for row in tables(store)["patterns"]], np.concatenate(seen))
+
+
+def test_gradients_may_be_changed_before_the_errors_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 3, bias=False).double()
+    added = torch.zeros(12, 3, dtype=torch.float64, requires_grad=True)  # its gradient is the error, number for number
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    gate = Gate(monkeypatch, PartWriter, "append")
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=1 << 20, audit_every=0) as recorder:
+        for _ in range(3):
+            with recorder.batch(range(12)):
+                (model(X) + added).square().sum().backward()
+            nn.utils.clip_grad_norm_([*model.parameters(), added], 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            added.grad = None
+        gate.opened.set()
+    assert dualstore.open(tmp_path / "store").verify().problems == []
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_input_of_a_recurrence_may_be_filled_again_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, layers: int
+) -> None:
+    model = kind(4, 3, num_layers=layers, batch_first=True).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    gate, buffer = Gate(monkeypatch, PartWriter, "append"), torch.empty(2, 3, 4, dtype=torch.float64)
+    with dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=1 << 20, audit_every=0) as recorder:
+        for _ in range(3):
+            with recorder.batch(range(2)):
+                model(buffer.copy_(torch.rand(2, 3, 4)))[0].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            buffer.fill_(float("nan"))
+        gate.opened.set()
+    assert dualstore.open(tmp_path / "store").verify().problems == []
+
+
+@pytest.mark.filterwarnings("ignore:max_bytes")
+def test_a_limit_of_bytes_counts_what_waits_to_be_written(tmp_path: Path) -> None:
+    found = []
+    for name, queue_bytes in WAYS.items():
+        model = nn.Linear(400, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        limits: dict[str, Any] = {"queue_bytes": queue_bytes, "max_bytes": 200_000}
+        recorder = dualstore.record(model, optimizer, tmp_path / name, dtype="float64", **limits)
+        for _ in range(30):
+            with recorder.batch(range(12)):
+                model(torch.ones(12, 400, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        recorder.close()
+        found.append(dualstore.open(tmp_path / name).info()["rows"])
+    assert found[0] == found[1] > 0
+
+
 def test_the_queue_holds_no_more_than_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     size = X.nbytes + 12 * 3 * 8
-    recorder = dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=3 * size)
+    recorder = dualstore.record(model, optimizer, tmp_path / "store", dtype="float64", queue_bytes=3 * size, audit_every=0)
     gate = Gate(monkeypatch)
     taken: list[int] = []
 

@@ -606,8 +606,8 @@ def test_the_input_may_be_given_by_name(tmp_path: Path) -> None:
     assert assert_exact(tmp_path / "store").info()["rows"] == 16
 
 
-@pytest.mark.parametrize("queue_bytes", [None, 1 << 20])
-def test_the_caller_may_fill_the_same_input_again(tmp_path: Path, queue_bytes: int | None) -> None:
+@pytest.mark.parametrize("queue_bytes", [0, 1 << 20])
+def test_the_caller_may_fill_the_same_input_again(tmp_path: Path, queue_bytes: int) -> None:
     model = nn.Linear(4, 3).double()
     optimizer = sgd(model)
     buffer = torch.empty(2, 4, dtype=torch.float64)

@@ -32,7 +32,7 @@ from dualstore.capture.ranks import unwrapped
 from dualstore.capture.recurrent import Recurrent
 from dualstore.capture.resume import ids_of_last_epoch, resumed
 from dualstore.capture.sequences import Arrived, SequenceCall
-from dualstore.capture.settings import Settings
+from dualstore.capture.settings import QUEUE_BYTES, Settings
 from dualstore.capture.start import new_store, tensors_of
 from dualstore.capture.stepping import Stepper
 from dualstore.capture.taps import ProjectionTap, Tap
@@ -44,7 +44,6 @@ from dualstore.writer import SAMPLES_SCHEMA, StoreWriter
 
 __all__ = ["Recorder", "record"]
 
-QUEUE_BYTES = 64 << 20
 _OPEN: "WeakSet[nn.Module]" = WeakSet()
 """Models that are being recorded."""
 
@@ -64,7 +63,7 @@ def record(
     max_bytes: int | None = None,
     sampler: Any = None,
     resume: bool = False,
-    queue_bytes: int | None = None,
+    queue_bytes: int = QUEUE_BYTES,
     flush_s: float = 60.0,
     index: bool = True,
     audit_every: int = 50,
@@ -91,8 +90,7 @@ def record(
         resume: go on with the store at `path` from a checkpoint that `model` and `optimizer` have loaded. The step it was
             saved after is found by the weights; later steps that the store has are forgotten.
         queue_bytes: bound of the memory held by steps that wait to be written on a thread of their own; training waits
-            beyond it. 0 writes them on the training thread. By default 64 MiB for a model on an accelerator and 0 for one
-            on the CPU, whose cores are busy anyway (bench/recording_overhead.py).
+            beyond it. 0 writes them on the training thread.
         flush_s: a crash loses at most the steps of this many seconds (or of 256 MiB a layer, whichever is less).
         index: whether to build the index when the recording is closed: one more pass over the keys (`Store.build_index`).
         audit_every: at every so many steps, some elements of each layer's gradient are compared with what the recorded rows add
@@ -154,11 +152,7 @@ class Recorder:
         self._tasks = TaskCodes(writer.info.tasks)
         self._notes = Notes(writer.info.problems)
         self._writing = Writing(writer, found, choices, self._notes, ranks=self._ranks, seed=settings.seed)
-        queue_bytes = settings.queue_bytes
-        if queue_bytes is None:
-            on_cpu = all(matrix.parameter.is_cpu for recorded in found.recorded for matrix in recorded.weights)
-            queue_bytes = 0 if on_cpu else QUEUE_BYTES
-        self._background = Background(queue_bytes) if queue_bytes else Inline()
+        self._background = Background(settings.queue_bytes) if settings.queue_bytes else Inline()
         self._batch: Batch | None = None
         self._probe: Probe | None = None
         self._slots = 0
@@ -298,10 +292,7 @@ class Recorder:
         if self._step_begun:
             raise RecordError("flush(): a step is under way; call it after optimizer.step()")
         self._put(self._flush, 0)
-        try:
-            self._background.drain()
-        except Exception as error:
-            raise self._failed(error) from error
+        self._drain()
 
     def close(self) -> None:
         """Takes the hooks off, writes what is left and the final weights. Raises RecordError where writing failed."""
@@ -364,12 +355,13 @@ class Recorder:
             claims = [batch.names.claim_shared(layer.number, layer.name, math.prod(leading)) for layer in tap.layers]
         else:
             claims = [batch.names.claim(layer.number, layer.name, leading) for layer in tap.layers]
-        # What autograd did not make belongs to the caller, who may fill the same memory with the next batch. Until the
-        # error arrives the weight's gradient needs it, too.
+        # What autograd did not make belongs to the caller, who may fill the same memory with the next batch, or to the optimiser.
+        # Until the error arrives the weight's gradient needs it, too.
         needed = (
             isinstance(self._background, Inline) and self._found.recorded[tap.layers[0].number].weights[0].parameter.requires_grad
         )
-        taken = x.detach() if x.requires_grad or needed else x.detach().clone()
+        made = not (x if x._base is None else x._base).is_leaf
+        taken = x.detach() if made or needed else x.detach().clone()
         return Call(tap, batch, claims, taken, taken._version)
 
     def _error_arrived(self, tap: Tap, call: Call | None, error: torch.Tensor) -> None:
@@ -424,6 +416,9 @@ class Recorder:
         assert claims is not None
         needed = self._audited or any(layer.errors for layer in layers) or batch.names.ignoring  # padding is what has no error
         rows = arrived.rows(errors=needed)
+        if not isinstance(self._background, Inline):  # the caller may fill the same memory with the next batch
+            given = _memory(arrived.x.data)
+            rows = [(keys.clone() if _memory(keys) == given else keys, errors) for keys, errors in rows]
         size = sum(_nbytes(tensor) for pair in rows for tensor in pair)
         self._put(partial(self._writing.add, layers, claims, batch, rows, changes, self._audited), size)
 
@@ -477,13 +472,17 @@ class Recorder:
         if taken is None:
             return
         self._step_begun, self._slots, taken.epoch = False, 0, self._epochs.epoch
+        audited = self._audited
         if not self._stopped:
             mark = Mark(self._found.recorded, self._optimizers)
-            if self._audited:
+            if audited:
                 self._stepper.left = mark
             self._put(partial(self._writing.end_step, self.steps, taken, mark, recorded=self._recording), 0)
         self.steps += 1
-        if self._settings.max_bytes and not self._stopped and self._writing.bytes_after_next > self._settings.max_bytes:
+        limit = None if self._stopped else self._settings.max_bytes
+        if audited or limit:  # what is wrong is said at once, from the first step on
+            self._drain()
+        if limit and self._writing.bytes_after_next > limit:
             self._stop()
 
     def _skip_step(self, layers: Sequence[Layer]) -> None:
@@ -567,6 +566,14 @@ class Recorder:
             raise self._failed(error) from error
         self._notes.say()
 
+    def _drain(self) -> None:
+        """Waits until everything is written that has been put, and says what was noticed."""
+        try:
+            self._background.drain()
+        except Exception as error:
+            raise self._failed(error) from error
+        self._notes.say()
+
     def _check_open(self) -> None:
         if self._closed:
             raise RecordError("the recorder is closed; its store is finished")
@@ -603,6 +610,11 @@ def _shown(payload: Any) -> Any:
         found = payload.detach().cpu()
         return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
     return [_shown(item) for item in payload] if isinstance(payload, list | tuple) else payload
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where the memory begins that a tensor is part of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
