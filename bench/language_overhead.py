@@ -1,6 +1,7 @@
 """What does recording a language model cost? GPT-2 of two layers (d = 128, sequences of 128), two batches of 8 a step, AdamW.
 
-Blocks of steps of two equal models in turns, one of them recorded: whole, in half precision, keys alone, a tenth of the rows.
+Blocks of steps of two equal models in turns, one of them recorded: whole, whole with every write on the training thread, in half
+precision, keys alone, a tenth of the rows; training takes all cores, and all but one where the line says that a core is free.
 Losses are asserted equal. The time of a step includes what writing keeps of it; closing the store is shown apart. The last line
 is what no recorder can do without: beside the second model as many bytes as the whole recording has are copied and written.
 """
@@ -22,10 +23,12 @@ from dualstore.writer import SPOOL_BYTES
 
 KINDS: dict[str, dict[str, Any]] = {
     "whole": {},
+    "whole, no queue": {"queue_bytes": 0},
     "float16": {"dtype": "float16"},
     "keys only": {"keys_only": True},
     "a tenth of the rows": {"share": 0.1},
 }
+FREE = "whole, a core free"
 BLOCKS, STEPS, LENGTH = 12, 10, 128
 TOKENS = torch.randint(0, 256, (64, LENGTH), generator=torch.Generator().manual_seed(0))
 FOLLOWING = torch.nn.functional.pad(TOKENS[:, 1:], (0, 1), value=-100)
@@ -105,8 +108,9 @@ def compared(name: str, alone: Loop, other: Loop) -> str:
 
 def main() -> None:
     print(machine())
-    sizes = {}
-    for name, options in KINDS.items():
+    sizes, cores = {}, torch.get_num_threads()
+    for name, options in {**KINDS, FREE: {}}.items():
+        torch.set_num_threads(max(1, cores - 1) if name == FREE else cores)
         with work_folder() as folder:
             recorded = Loop(folder / "store", options)
             found = compared(name, Loop(None, {}), recorded)
@@ -117,6 +121,7 @@ def main() -> None:
             size = sum(part.stat().st_size for part in (folder / "store" / "patterns").rglob("*.parquet"))
             sizes[name] = size / recorded.done
         print(f"{found}; {sizes[name] / 1e6:.1f} MB a step; closing {closing:.2f} s after {recorded.done} steps", flush=True)
+    torch.set_num_threads(cores)
     with work_folder() as folder:
         written = Bytes(folder / "bytes", int(sizes["whole"] / 2))
         print(compared("as many bytes as the whole, copied and written", Loop(None, {}), written))
