@@ -66,6 +66,24 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert len({thread for _, thread in done}) == 1
 
 
+def test_the_thread_has_pytorch_work_alone_and_other_threads_keep_theirs() -> None:
+    """A second team of OpenMP threads would put those of training to sleep between any two operations."""
+    cores, numbers, large = torch.get_num_threads(), list[int](), torch.ones(1 << 20)
+    torch.set_num_threads(2)
+    try:
+        background = Background(1)
+        for _ in range(2):  # the first operation of a thread may change its number
+            background.put(lambda: numbers.append(torch.get_num_threads() + int(large.mul(0).sum())), 0)
+        background.close()
+        mine = torch.get_num_threads()
+        later = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+    finally:
+        torch.set_num_threads(cores)
+    assert (numbers, mine) == ([1, 1, 2], 2)
+
+
 def test_put_waits_while_the_bound_is_reached() -> None:
     go, done = threading.Event(), threading.Event()
     background = Background(100)

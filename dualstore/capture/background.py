@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+import torch
+
 __all__ = ["Background", "Inline"]
 
 
@@ -28,6 +30,9 @@ class Inline:
 class Background:
     """Runs jobs in order on one thread. `put` waits while more than `limit_bytes` are under way.
 
+    On that thread PyTorch works alone. Were it to call on others, there would be more OpenMP threads than cores, and those of
+    training would sleep, no longer spin, between any two operations: training takes half as long again (bench/writer_threads.py).
+
     The first job that fails ends the work: its error is raised by the next `put` or `close`, later jobs are not run.
     """
 
@@ -38,7 +43,12 @@ class Background:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="dualstore-writer", daemon=True)
+        cores, alone = torch.get_num_threads(), threading.Event()
+        self._jobs.append((lambda: _work_alone(alone), 0))
+        self._waiting_jobs = 1
         self._thread.start()
+        alone.wait()
+        torch.set_num_threads(cores)  # for threads to come; those that are there keep numbers of their own
 
     def put(self, job: Callable[[], None], size: int) -> None:
         """Hands over a job that keeps `size` bytes alive; one larger than the limit waits until it is alone."""
@@ -93,3 +103,12 @@ class Background:
                 self._waiting_jobs -= 1
                 self._waiting_bytes -= size
                 self._changed.notify_all()
+
+
+def _work_alone(done: threading.Event) -> None:
+    """Has PyTorch use this thread alone for what it is asked on it."""
+    try:
+        torch.get_num_threads()  # what a thread asks first makes it take over the number of all
+        torch.set_num_threads(1)
+    finally:
+        done.set()
