@@ -31,7 +31,7 @@ class Background:
     """Runs jobs in order on one thread. `put` waits while more than `limit_bytes` are under way.
 
     On that thread PyTorch works alone. Were it to call on others, there would be more OpenMP threads than cores, and those of
-    training would sleep, no longer spin, between any two operations: training takes half as long again (bench/writer_threads.py).
+    training would sleep, no longer spin, between any two operations: its steps took a fifth longer (bench/writer_threads.py).
 
     The first job that fails ends the work: its error is raised by the next `put` or `close`, later jobs are not run.
     """
