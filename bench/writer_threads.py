@@ -4,8 +4,6 @@ OpenMP's threads spin between operations as long as there are no more of them th
 nothing is recorded any longer. Comparing with training alone in the same process does not show that; here the first line does.
 """
 
-from pathlib import Path
-
 import numpy as np
 from common import machine, work_folder
 from language_overhead import STEPS, Loop
@@ -19,7 +17,7 @@ def main() -> None:
         alone = Loop(None, {})
         alone.block()
         before = float(np.median([alone.block() for _ in range(BLOCKS)]))
-        recorded = Loop(Path(folder) / "store", {})
+        recorded = Loop(folder / "store", {})
         recorded.block()
         times = np.array([(alone.block(), recorded.block()) for _ in range(BLOCKS)])
         assert recorded.recorder is not None

@@ -1,6 +1,6 @@
 """What recording does to every number: copying, measuring and halving rows; here with numpy, on one thread.
 
-Beside the disk that is most of what recording costs. A recorder has PyTorch's own threads do it (`capture/threads.py`).
+Beside the disk that is most of what recording costs. A recorder has PyTorch do it (`capture/threads.py`).
 """
 
 import numpy as np

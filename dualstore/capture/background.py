@@ -43,11 +43,10 @@ class Background:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="dualstore-writer", daemon=True)
-        cores, alone = torch.get_num_threads(), threading.Event()
-        self._jobs.append((lambda: _work_alone(alone), 0))
-        self._waiting_jobs = 1
         self._thread.start()
-        alone.wait()
+        cores = torch.get_num_threads()
+        self.put(_work_alone, 0)
+        self.drain()
         torch.set_num_threads(cores)  # for threads to come; those that are there keep numbers of their own
 
     def put(self, job: Callable[[], None], size: int) -> None:
@@ -105,10 +104,7 @@ class Background:
                 self._changed.notify_all()
 
 
-def _work_alone(done: threading.Event) -> None:
+def _work_alone() -> None:
     """Has PyTorch use this thread alone for what it is asked on it."""
-    try:
-        torch.get_num_threads()  # what a thread asks first makes it take over the number of all
-        torch.set_num_threads(1)
-    finally:
-        done.set()
+    torch.get_num_threads()  # what a thread asks first makes it take over the number of all
+    torch.set_num_threads(1)

@@ -1,4 +1,7 @@
-"""Bulk work by the threads that PyTorch trains with: they have just been at work and wait meanwhile, so that they are free."""
+"""Bulk work by PyTorch: on the training thread with all threads that it trains with, which wait meanwhile.
+
+On the writer's thread PyTorch works alone (`capture/background.py`).
+"""
 
 import torch
 from numpy import ndarray
