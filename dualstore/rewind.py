@@ -5,7 +5,7 @@ longer knows are left, and rewinding once more removes them.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,10 @@ from dualstore.part import PartWriter, sync_directory
 from dualstore.schema import BLOCK_COLUMNS, Column, StoreInfo, pattern_columns, probe_columns
 from dualstore.writer import write_table
 
-__all__ = ["last_sequence", "rewind"]
+__all__ = ["last_sequence", "rewind", "written_by"]
 
 _ROWS = 1024
+_FOLDERS = ("steps", "patterns", "probes", "samples", "blocks")
 
 _Kept = Callable[[pa.RecordBatch | pa.Table], pa.BooleanArray | pa.ChunkedArray]
 """Which rows stay, by the columns step and, of blocks, test_id."""
@@ -47,7 +48,13 @@ def rewind(root: Path, info: StoreInfo, step: int, rank: int = 0) -> None:
 
 def last_sequence(root: Path, rank: int = 0) -> int:
     """The largest number of a part that a rank has written; -1 for none."""
-    return max((int(path.stem.split("-")[2]) for path in root.rglob(f"part-{rank}-*.parquet")), default=-1)
+    return max((int(path.stem.split("-")[2]) for path in written_by(root, rank, "part-{}-*.parquet")), default=-1)
+
+
+def written_by(root: Path, rank: int, form: str) -> Iterator[Path]:
+    """Files of rows by a rank, named as `form` says; the other ranks may go on meanwhile, and remove the index and their own."""
+    for folder in _FOLDERS:
+        yield from (root / folder).rglob(form.format(rank))
 
 
 def _parts(folder: Path, rank: int) -> list[Path]:

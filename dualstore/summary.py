@@ -1,5 +1,7 @@
 """What a store holds, in plain values."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from dualstore.schema import Layer
 if TYPE_CHECKING:
     from dualstore.store import Store
 
-__all__ = ["describe"]
+__all__ = ["bytes_below", "describe"]
 
 
 def describe(store: "Store") -> dict[str, Any]:
@@ -35,7 +37,7 @@ def describe(store: "Store") -> dict[str, Any]:
         "ranks": info.ranks,
         "endings": store.endings,
         "rows": sum(layer["rows"] for layer in layers),
-        "bytes": sum(path.stat().st_size for path in store.path.rglob("*") if path.is_file()),
+        "bytes": bytes_below(store.path),
         "probes": len(np.unique(scalars(probes, "test_id"))),
         "samples": sum(pq.read_metadata(path).num_rows for path in store.part_paths("samples")),
         "tasks": list(info.tasks),
@@ -44,6 +46,16 @@ def describe(store: "Store") -> dict[str, Any]:
         "problems": list(info.problems),
         "layers": layers,
     }
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all files in a folder and below; a recording that goes on may rename and remove some meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
 
 
 def _describe_layer(store: "Store", layer: Layer) -> dict[str, Any]:

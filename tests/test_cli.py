@@ -236,6 +236,13 @@ def test_abs_and_paper_reach_the_library(store: Path) -> None:
         assert parsed(*asked, "--paper") == opened.totals(test_id=1, layer=layer, absolute=layer == 0).to_dicts()
 
 
+def test_a_file_that_vanishes_while_the_bytes_are_counted_is_left_out(store: Path, tmp_path: Path) -> None:
+    held = dualstore.open(shutil.copytree(store, tmp_path / "store"))
+    expected = sum(path.stat().st_size for path in held.path.rglob("*") if path.is_file())
+    (held.path / ".gone.tmp").symlink_to("nowhere")  # there in the folder, and no longer when it is looked at
+    assert held.info()["bytes"] == expected
+
+
 def test_info_is_one_object_and_verify_fails_on_a_store_without_weights(store: Path) -> None:
     info = parsed("info", "--store", store)
     assert info["rows"] == 120

@@ -115,11 +115,15 @@ def start(folder: Path, rank: int, mode: str, program: str = PROGRAM) -> subproc
 
 
 def run(folder: Path, mode: str, program: str = PROGRAM) -> None:
-    ranks = [start(folder, rank, mode, program) for rank in range(2)]
-    for process in ranks:
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        assert "Warning" not in err, err
+    with start(folder, 0, mode, program) as first, start(folder, 1, mode, program) as second:
+        ranks = (first, second)
+        try:
+            said = [process.communicate(timeout=300)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert "Warning" not in "".join(said), said
 
 
 @pytest.mark.parametrize("mode", ["sgd", "adamw", "accumulate"])

@@ -18,10 +18,13 @@ from numpy import ndarray
 from torch import nn
 
 import dualstore
+from dualstore.capture.resume import ids_of_last_epoch
 from dualstore.errors import DamagedError, DualstoreWarning, StoreError
 from dualstore.log import Log
 from dualstore.ranks import in_the_way, tasks_by_code
+from dualstore.rewind import last_sequence, rewind
 from dualstore.schema import Layer, PartName, StoreInfo, pattern_columns
+from dualstore.steps import Steps
 from dualstore.store import Store
 from dualstore.writer import StoreWriter
 from tests.reference import group_row
@@ -254,6 +257,20 @@ def test_ranks_begin_in_any_order_and_each_once(tmp_path: Path) -> None:
     finish(second)
     assert dualstore.open(tmp_path).info()["rows"] == 16
     assert sorted(path.name for path in tmp_path.iterdir()) == ["patterns", "rank-1.json", "steps", "store.json"]
+
+
+def test_a_rank_goes_on_by_its_own_files(tmp_path: Path) -> None:
+    """The others may be going on, too: what they have may vanish, be half cut or be of new steps."""
+    write(tmp_path)
+    dualstore.open(tmp_path).build_index()
+    for path in tmp_path.glob("*/*/part-1-*"):
+        path.write_bytes(b"half cut")
+    (tmp_path / "index" / "part-0-000009.parquet").touch()
+    steps = Steps.read(sorted(tmp_path.glob("steps/part-0-*")))
+    assert np.concatenate([*ids_of_last_epoch(tmp_path, INFO, steps, 0)]).tolist() == [0, 1, 2, 3] * 3
+    assert last_sequence(tmp_path, 0) == 0
+    rewind(tmp_path, INFO, 0, 0)
+    assert np.concatenate([*ids_of_last_epoch(tmp_path, INFO, steps, 0)]).tolist() == [0, 1, 2, 3]
 
 
 def test_weights_are_those_of_rank_0(tmp_path: Path) -> None:

@@ -598,7 +598,7 @@ class Recorder:
             return new_store(path, info, tensors, self._rank, self._settings.flush_s)
         mark = Mark(self._found.recorded, self._optimizers)
         writer, steps = resumed(path, info, mark, tensors, rank=self._rank, flush_s=self._settings.flush_s)
-        for ids in ids_of_last_epoch(path, info, steps):
+        for ids in ids_of_last_epoch(path, info, steps, self._rank):
             self._epochs.note(ids)
         self._epochs.epoch = int(steps.epochs[-1]) if len(steps.numbers) else 0
         return writer

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dualstore.capture.optimizers import Mark
 from dualstore.capture.threads import TorchBulk
 from dualstore.errors import DamagedError, RecordError, StoreError
-from dualstore.rewind import last_sequence, rewind
+from dualstore.rewind import last_sequence, rewind, written_by
 from dualstore.schema import FORMAT, Layer, StoreInfo
 from dualstore.shapes import Int64
 from dualstore.steps import Steps
@@ -49,7 +49,7 @@ def resumed(
         )
         if rank == 0:
             (path / "weights" / "final.safetensors").unlink(missing_ok=True)
-        for left in path.rglob(f".part-{rank}-*.tmp"):
+        for left in written_by(path, rank, ".part-{}-*.tmp"):
             left.unlink()
         rewind(path, known, step, rank)
     except (StoreError, DamagedError) as error:
@@ -59,13 +59,13 @@ def resumed(
     return found, Steps.read(sorted((path / "steps").glob(f"part-{rank}-*.parquet")))
 
 
-def ids_of_last_epoch(path: Path, info: StoreInfo, steps: Steps) -> Iterator[Int64[ndarray, " n"]]:
-    """The sample ids that the last epoch of a store has seen, some at a time."""
+def ids_of_last_epoch(path: Path, info: StoreInfo, steps: Steps, rank: int) -> Iterator[Int64[ndarray, " n"]]:
+    """The sample ids that a rank has seen in the last epoch of a store, some at a time."""
     if not len(steps.numbers):
         return
     first = int(steps.numbers[np.searchsorted(steps.epochs, steps.epochs[-1])])
     for layer in info.layers:
-        for part in sorted((path / "patterns" / f"layer={layer.number}").glob("part-*.parquet")):
+        for part in sorted((path / "patterns" / f"layer={layer.number}").glob(f"part-{rank}-*.parquet")):
             with pq.ParquetFile(part) as file:
                 for batch in file.iter_batches(1 << 16, columns=["step", "sample_id"]):
                     chosen = batch.column("step").to_numpy() >= first

@@ -19,6 +19,7 @@ from dualstore.experiments.catalogue import COMPARISONS, EXPERIMENTS
 from dualstore.experiments.experiment import Experiment, Request, plain
 from dualstore.experiments.figures import draw_examples
 from dualstore.experiments.findings import Measured, Reproduction, Run, compare, join
+from dualstore.summary import bytes_below
 from dualstore.writer import write_whole
 
 __all__ = ["reproduce", "train"]
@@ -146,7 +147,7 @@ def _measured(experiment: Experiment, path: Path, request: Request, cost: dict[s
     measured = experiment.measure(store, experiment.settings(request), request)
     seconds = time.perf_counter() - started
     info = store.info()
-    index = sum(file.stat().st_size for file in (path / "index").rglob("*") if file.is_file())
+    index = bytes_below(path / "index")
     keys = sum(layer["rows"] * layer["d_in"] for layer in info["layers"] if layer["keys"] == "vector")
     width = {"float16": 2, "float32": 4, "float64": 8}[info["dtype"]]
     sizes = {"rows": info["rows"], "bytes": info["bytes"] - index, "index_bytes": index, "key_bytes": keys * width}
