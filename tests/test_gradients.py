@@ -1,5 +1,7 @@
 """From backward to step: which rows count, which factor they got, and which changes are noticed."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -488,3 +490,37 @@ def test_errors_are_stored_as_backward_delivered_them_before_clipping(tmp_path: 
     found = store.sql("SELECT e FROM patterns ORDER BY step")
     np.testing.assert_array_equal(np.array([row["e"] for row in found]), np.array(expected))
     assert_exact(store)
+
+
+BLAS = """
+import os, sys
+os.environ["OPENBLAS_NUM_THREADS"] = "2"  # also where there is one core
+import numpy as np
+threads = os.listdir("/proc/self/task")[1:]  # those that numpy's BLAS has begun
+import torch
+import dualstore
+
+def busy():
+    return [open(f"/proc/self/task/{thread}/schedstat").read().split()[0] for thread in threads]
+
+x = torch.linspace(-1, 1, 1 << 18).sin().reshape(2048, 128)
+model = torch.nn.Linear(128, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with dualstore.record(model, optimizer, sys.argv[1], audit_every=1, index=False) as recorder:
+    before = busy()
+    for _ in range(3):
+        with recorder.batch(range(2048)):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    recorder.flush()
+    recorded = busy()
+np.ones((2000, 2000)) @ np.ones((2000, 2000))
+print(len(threads), recorded == before, busy() == before)
+"""
+
+
+def test_an_audit_leaves_the_threads_of_numpy_asleep(tmp_path: Path) -> None:
+    """They would spin beside those of training, for tens of milliseconds after each product."""
+    found = subprocess.run([sys.executable, "-c", BLAS, tmp_path / "store"], capture_output=True, text=True, check=True).stdout
+    assert found in ("1 True False\n", "0 True True\n"), found  # 0: a numpy with another BLAS

@@ -133,8 +133,8 @@ class Audit:
         errors = _columns(outer, self._block[0], self._shape[0]).T
         keys = _columns(inner, self._block[1], self._shape[1])
         with np.errstate(over="ignore", invalid="ignore"):
-            self._total = self._total + errors @ keys
-            self._size = self._size + np.abs(errors) @ np.abs(keys)
+            self._total = self._total + _product(errors, keys)
+            self._size = self._size + _product(np.abs(errors), np.abs(keys))
         stored = torch.float64 if e.dtype == np.float64 else torch.float32
         self._rounding = max(self._rounding, _ROUNDING.get(dtype, 3e-2), _ROUNDING[stored])
 
@@ -149,6 +149,12 @@ class Audit:
         size = float(np.linalg.norm(found))
         # NaN is no finding: what is not finite is noticed elsewhere.
         return missing / size if size > 0 and missing > self._rounding * float(np.linalg.norm(self._size)) else 0.0
+
+
+def _product(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[Any]:
+    """The product of two matrices, by PyTorch: threads of numpy's BLAS would spin beside those of training long after it."""
+    product: NDArray[Any] = (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
+    return product
 
 
 def _columns(values: NDArray[Any], some: slice, width: int) -> NDArray[np.float64]:
