@@ -34,16 +34,21 @@ TOKENS = torch.randint(0, 256, (64, LENGTH), generator=torch.Generator().manual_
 FOLLOWING = torch.nn.functional.pad(TOKENS[:, 1:], (0, 1), value=-100)
 
 
+def gpt2() -> GPT2LMHeadModel:
+    """The model, always the same."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
 class Loop:
     """A training loop, recorded or not."""
 
     def __init__(self, path: Path | None, options: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        config = GPT2Config(
-            vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM",
-        )  # fmt: skip
-        self.model = GPT2LMHeadModel(config)
+        self.model = gpt2()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.recorder = None if path is None else dualstore.record(self.model, self.optimizer, path, index=False, **options)
         self.losses: list[float] = []
