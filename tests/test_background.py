@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import dualstore
-from dualstore.capture.background import Background, Inline
+from dualstore.capture.background import QUEUE_BYTES, Background, Inline, begin_work
 from dualstore.errors import DualstoreWarning, RecordError
 from dualstore.part import PartWriter
 
@@ -64,6 +64,26 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert [number for number, _ in done] == list(range(200))
     assert {thread for _, thread in done} != {threading.get_ident()}
     assert len({thread for _, thread in done}) == 1
+
+
+@pytest.mark.parametrize(
+    ("queue_bytes", "cores", "device", "expected"),
+    [
+        (None, 1, "cpu", 0),
+        (None, 2, "cpu", QUEUE_BYTES),
+        (None, 1, "meta", QUEUE_BYTES),
+        (0, 2, "meta", 0),
+        (1000, 1, "cpu", 1000),
+    ],
+)
+def test_a_thread_writes_where_a_core_is_free_for_one(
+    monkeypatch: pytest.MonkeyPatch, queue_bytes: int | None, cores: int, device: str, expected: int
+) -> None:
+    assert torch.get_num_threads() == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    work = begin_work(queue_bytes, [torch.zeros(1), torch.zeros(1, device=device)])
+    assert (work._limit if isinstance(work, Background) else 0) == expected
+    work.close()
 
 
 def test_the_thread_has_pytorch_work_alone_and_other_threads_keep_theirs() -> None:

@@ -1,13 +1,17 @@
 """The writer's thread: takes finished steps off the training loop's hands, within a bound of bytes."""
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
 
-__all__ = ["Background", "Inline"]
+__all__ = ["QUEUE_BYTES", "Background", "Inline", "begin_work"]
+
+QUEUE_BYTES = 64 << 20
+"""Bound of the memory of what waits to be written, where a thread of its own writes it."""
 
 
 class Inline:
@@ -102,6 +106,23 @@ class Background:
                 self._waiting_jobs -= 1
                 self._waiting_bytes -= size
                 self._changed.notify_all()
+
+
+def begin_work(queue_bytes: int | None, parameters: Iterable[torch.Tensor]) -> Background | Inline:
+    """What runs a recording's jobs; by default a thread where a core is free for one.
+
+    That is where `parameters` are on an accelerator or PyTorch has fewer threads than there are cores. Otherwise all of its
+    threads wait while one works for the recorder, and beside them it works at half speed (bench/language_overhead.py).
+    """
+    if queue_bytes is None:
+        free = torch.get_num_threads() < _cores() or any(not parameter.is_cpu for parameter in parameters)
+        queue_bytes = QUEUE_BYTES if free else 0
+    return Background(queue_bytes) if queue_bytes else Inline()
+
+
+def _cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _work_alone() -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dualstore.capture.background import Background, Inline
+from dualstore.capture.background import Inline, begin_work
 from dualstore.capture.blocks import Block, BlockCall, BlockWatch, Norms, find_blocks
 from dualstore.capture.choice import Choice
 from dualstore.capture.compiled import forget_compiled
@@ -32,7 +32,7 @@ from dualstore.capture.ranks import unwrapped
 from dualstore.capture.recurrent import Recurrent
 from dualstore.capture.resume import ids_of_last_epoch, resumed
 from dualstore.capture.sequences import Arrived, SequenceCall
-from dualstore.capture.settings import QUEUE_BYTES, Settings
+from dualstore.capture.settings import Settings
 from dualstore.capture.start import new_store, tensors_of
 from dualstore.capture.stepping import Stepper
 from dualstore.capture.taps import ProjectionTap, Tap
@@ -63,7 +63,7 @@ def record(
     max_bytes: int | None = None,
     sampler: Any = None,
     resume: bool = False,
-    queue_bytes: int = QUEUE_BYTES,
+    queue_bytes: int | None = None,
     flush_s: float = 60.0,
     index: bool = True,
     audit_every: int = 50,
@@ -90,7 +90,8 @@ def record(
         resume: go on with the store at `path` from a checkpoint that `model` and `optimizer` have loaded. The step it was
             saved after is found by the weights; later steps that the store has are forgotten.
         queue_bytes: bound of the memory held by steps that wait to be written on a thread of their own; training waits
-            beyond it. 0 writes them on the training thread.
+            beyond it. 0 writes them on the training thread. By default 64 MiB where the model is on an accelerator or PyTorch
+            leaves a core free, and 0 where training takes all cores.
         flush_s: a crash loses at most the steps of this many seconds (or of 256 MiB a layer, whichever is less).
         index: whether to build the index when the recording is closed: one more pass over the keys (`Store.build_index`).
         audit_every: at every so many steps, some elements of each layer's gradient are compared with what the recorded rows add
@@ -152,7 +153,7 @@ class Recorder:
         self._tasks = TaskCodes(writer.info.tasks)
         self._notes = Notes(writer.info.problems)
         self._writing = Writing(writer, found, choices, self._notes, ranks=self._ranks, seed=settings.seed)
-        self._background = Background(settings.queue_bytes) if settings.queue_bytes else Inline()
+        self._background = begin_work(settings.queue_bytes, self._model.parameters())
         self._batch: Batch | None = None
         self._probe: Probe | None = None
         self._slots = 0

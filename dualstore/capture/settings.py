@@ -8,10 +8,7 @@ from dualstore.capture.layers import Chosen
 from dualstore.errors import RecordError
 from dualstore.schema import DTYPES
 
-__all__ = ["QUEUE_BYTES", "Settings"]
-
-QUEUE_BYTES = 64 << 20
-"""Bound of the memory of what waits to be written."""
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Settings:
     max_bytes: int | None = None
     sampler: Any = None
     resume: bool = False
-    queue_bytes: int = QUEUE_BYTES
+    queue_bytes: int | None = None
     flush_s: float = 60.0
     index: bool = True
     audit_every: int = 50
@@ -42,7 +39,7 @@ class Settings:
             raise RecordError(f"dtype: expected {', '.join(map(repr, DTYPES[:-1]))} or {DTYPES[-1]!r}, found {self.dtype!r}")
         for name, value, kinds in (
             ("flush_s", self.flush_s, (int, float)),
-            ("queue_bytes", self.queue_bytes, int),
+            ("queue_bytes", self.queue_bytes or 0, int),
             ("audit_every", self.audit_every, int),
             ("max_bytes", self.max_bytes or 0, int),
             ("seed", self.seed, int),
