@@ -8,6 +8,8 @@ import numpy as np
 from common import machine, work_folder
 from language_overhead import STEPS, Loop
 
+from dualstore.capture.background import QUEUE_BYTES
+
 BLOCKS = 8
 
 
@@ -17,7 +19,7 @@ def main() -> None:
         alone = Loop(None, {})
         alone.block()
         before = float(np.median([alone.block() for _ in range(BLOCKS)]))
-        recorded = Loop(folder / "store", {})
+        recorded = Loop(folder / "store", {"queue_bytes": QUEUE_BYTES})
         recorded.block()
         times = np.array([(alone.block(), recorded.block()) for _ in range(BLOCKS)])
         assert recorded.recorder is not None
